@@ -17,19 +17,18 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
-# What config files and the command line set, once configure has run: {setting: the script's default}.
-given = {}
+# The settings that config files or the command line have set: {setting: the script's default}.
+overridden = {}
 KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
-# The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
+# The types of settings, and how a message describes the values that a setting of the type accepts
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
-# What these settings may be in every script, as check_values checks; `choices` of configure are one script's.
+# The values of settings that check_values accepts in every script; `choices` of configure are one script's.
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
            "reward_errors": ("stop", "unscored", "zero")}
@@ -49,7 +48,7 @@ def fail(message):
     """End the process with a message on one line that its user can act on, and with exit code 2."""
     message = f"{os.path.basename(sys.argv[0])}: " + printable(message).replace("\n", r"\n")
     tell_launcher(message)
-    print(f"{message}\n", end="", file=sys.stderr)             # as one, because all ranks say it
+    print(f"{message}\n", end="", file=sys.stderr)             # in one write, because all ranks print it
     sys.exit(2)
 
 
@@ -69,30 +68,53 @@ def input_errors():
         fail(str(error) or repr(error))
 
 
+def printable(text):
+    r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J would clear the screen.
+
+    Half surrogate pairs are escaped as well, and so are format characters, which may reverse the text.
+    """
+    characters = []
+    for character in str(text):
+        if character not in "\t\n" and unicodedata.category(character) in ("Cc", "Cf", "Cs"):
+            character = ascii(character)[1:-1]
+        characters.append(character)
+    return "".join(characters)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# overriding settings
+
+
 def read_block(path):
     """Return a script's lines of settings, and then those of the files that these import with *."""
     parts = re.split("^# -+\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(parts) > 2, f"{path}: the settings belong between two comment lines of dashes"
-    own, *imports = re.split(r"^from (\S+) import \*.*\n", parts[1], flags=re.MULTILINE)
+    # Splits into lines, and for each import its module and the lines below it.
+    block, *imports = re.split(r"^from (\S+) import \*.*\n", parts[1], flags=re.MULTILINE)
     imported = ""
-    for module, below in zip(imports[::2], imports[1::2]):
-        theirs = read_block(importlib.util.find_spec(module).origin)
-        both = [key for key in KEY.findall(own) if key in KEY.findall(theirs)]
-        check(not both, f"{path}: `from {module} import *` overwrites {', '.join(both)}, which is above it")
-        own, imported = own + below, f"{imported}\n# from {module}, unless set above:\n{theirs}"
-    return own + imported
+    for module, lines_below in zip(imports[::2], imports[1::2]):
+        module_block = read_block(importlib.util.find_spec(module).origin)
+        twice = [key for key in KEY.findall(block) if key in KEY.findall(module_block)]
+        check(not twice, f"{path}: `from {module} import *` overwrites {', '.join(twice)}, which is above it")
+        block += lines_below
+        imported += f"\n# from {module}, unless set above:\n{module_block}"
+    return block + imported
 
 
-def read_config(name, script):
-    """Yield (place, key, source of the value). The file is parsed, never run: it can only set values."""
-    places = [folder / name for folder in (Path(), Path(script).parent, Path(__file__).parent)]
-    path = next(filter(os.path.isfile, places), None)
-    check(path, f"cannot read {name} (no such file)")
+def read_config_file(name, script):
+    """Yield (place, key, literal) for each line. The file is parsed, never run: it can only set values."""
+    folders = Path(), Path(script).parent, Path(__file__).parent
+    paths = [folder / name for folder in folders if (folder / name).is_file()]
+    check(paths, f"cannot read {name} (no such file)")
+    path = paths[0]
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
         fail(f"{path}:{error.lineno or 1}: {error.msg}")
-    for node in tree.body[ast.get_docstring(tree) is not None:]:
+    lines = tree.body
+    if ast.get_docstring(tree) is not None:
+        lines = lines[1:]
+    for node in lines:
         match node:
             case ast.Assign(targets=[ast.Name(id=key)], value=value):
                 yield f"{path}:{node.lineno}: ", key, ast.unparse(value)
@@ -100,66 +122,69 @@ def read_config(name, script):
                 fail(f"{path}:{node.lineno}: a config file holds only lines of key = literal")
 
 
-def read_value(source, kind):
-    """Return the literal in `source` as a `kind`, or None if it is not one.
+def assignments(argv, script):
+    """Yield (place, key, text of the value) for all that these arguments set; the place of a flag is ""."""
+    for argument in argv:
+        key, equals, text = argument.removeprefix("--").partition("=")
+        flag = argument.startswith("--")
+        if flag and equals:
+            yield "", key, text
+        elif argument.endswith(".py") and not flag:
+            yield from read_config_file(argument, script)
+        else:
+            fail(f"cannot take {argument}; write --{key.lstrip('-')}={text or 'value'}, or config/name.py")
+
+
+def read_value(literal, kind):
+    """Return the value of a literal as a `kind`, or None if it is not one.
     1 is taken for 1.0, 1e5 for 100000."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
-        value = ast.literal_eval(source)
-        fits = type(value) is kind or {type(value), kind} == {int, float}
+        value = ast.literal_eval(literal)
+        is_number = type(value) in (int, float)
         str(value).encode()                                     # files, logs and tokenizers take only UTF-8
+        fits = type(value) is kind or is_number and kind in (int, float)
         if fits and kind(value) == value and value not in (math.inf, -math.inf):
             return kind(value)
 
 
 def configure(namespace, argv=None, choices={}):
-    """Apply the command line to `namespace`, a script's globals(), and returns all settings in order.
+    """Apply the command line to `namespace`, a script's globals(), and return all settings in order.
 
-    The settings are the attributes of what it returns. choices: {setting: what it may be}; its default may be
-    something else.
+    The settings are the attributes of what it returns. choices: {setting: the values that it may have}; its
+    default may be another value.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     block = read_block(namespace["__file__"])
-    settings = {key: namespace[key] for key in KEY.findall(block)
-                if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
+    settings = {}
+    for key in KEY.findall(block):
+        if type(namespace.get(key)) in MUST_BE and not key.startswith("__"):
+            settings[key] = namespace[key]
     if "--help" in argv or "-h" in argv:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # a pager may close the pipe
         about = (namespace["__doc__"] or "").strip().split("\n\n")[0]
         print(about, "The settings and their defaults, which --key=value changes:", block, sep="\n\n")
         sys.exit()
-    for arg in argv:
-        key, equals, text = arg.removeprefix("--").partition("=")
-        if arg.endswith(".py") and not arg.startswith("--"):
-            found = read_config(arg, namespace["__file__"])
-        elif arg.startswith("--") and equals:
-            found = [("", key, text)]
-        else:
-            fail(f"cannot take {arg}; write --{key.lstrip('-')}={text or 'value'}, or config/name.py")
-        for place, key, text in found:
-            dashes = "" if place else "--"
-            if key not in settings:
-                nearest = difflib.get_close_matches(key.replace("-", "_").lower(), settings, 1, 0.4)
-                hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
-                fail(f"{place}unknown setting {dashes}{key}{hint} (--help lists all)")
-            given[key] = namespace[key]
-            kind = type(settings[key])
-            # On the command line a string needs no quotes, and true no capital.
-            bare = {str: repr, bool: str.capitalize}.get(kind, str)
-            settings[key] = read_value(text if place else bare(text), kind)
-            check(settings[key] is not None,
-                  f"{place}{dashes}{key} must be {MUST_BE[kind]}, not `{text:.200}`")
-            check(key not in choices or settings[key] in (*choices[key], namespace[key]),
-                  f"{key}={settings[key]}: choose {', '.join(choices.get(key, ()))}")
+    for place, key, text in assignments(argv, namespace["__file__"]):
+        dashes = "" if place else "--"
+        if key not in settings:
+            nearest = difflib.get_close_matches(key.replace("-", "_").lower(), settings, 1, 0.4)
+            hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
+            fail(f"{place}unknown setting {dashes}{key}{hint} (--help lists all)")
+        default = namespace[key]
+        kind = type(default)
+        literal = text
+        if not place and kind is str:                           # a string needs no quotes
+            literal = repr(text)
+        elif not place and kind is bool:                        # true needs no capital
+            literal = text.capitalize()
+        value = read_value(literal, kind)
+        check(value is not None, f"{place}{dashes}{key} must be {MUST_BE[kind]}, not `{text:.200}`")
+        check(key not in choices or value in (*choices[key], default),
+              f"{key}={value}: choose {', '.join(choices.get(key, ()))}")
+        settings[key] = value
+        overridden[key] = default
     namespace.update(settings)
     return SimpleNamespace(**settings)
-
-
-def printable(text):
-    r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J would clear the screen.
-
-    Half surrogate pairs are escaped as well, and so are format characters, which may reverse the text.
-    """
-    return "".join(c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
-                   for c in str(text))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -175,10 +200,10 @@ NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_
     max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness
     train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
     call_timeout call_workers show""".split()
-SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()
-# Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and no larger one.
-SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
-              "max_completion_length": 64}
+SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()                       # from 0 to 1
+# Defaults of the scripts that are right for the tiny model, whose config lists them as `suits`
+TINY_DEFAULTS = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
+                 "max_completion_length": 64}
 
 # The parameters of a rule are the settings that it reads. Where it is false, the script stops with the first
 # of them and the message. For a training script three numbers are added to the settings: the ranks that train
@@ -252,9 +277,15 @@ def check_values(settings):
                   f"{names[0]}={values[names[0]]}{message.format(**values)}")
 
 
-def check_suits(s, suits):
-    """Refuse defaults that nobody set and that do not suit the model. suits: those that its config names."""
-    left = [f"{key}={value}" for key, value in SUITS_TINY.items()
-            if getattr(s, key, None) == value != suits.get(key) and key not in given]
-    check(not left, f"{', '.join(left)}: defaults that suit the tiny model and not model={s.model}. Give "
-                    "each a value; for a model of 0.6 B parameters start with config/tasks/gsm8k.py")
+def check_tiny_defaults(s, suits):
+    """Refuse the defaults for the tiny model with another model, unless the user set them.
+
+    suits: {setting: value} that the model's config says are right for it.
+    """
+    unsuited = []
+    for key, default in TINY_DEFAULTS.items():
+        if getattr(s, key, None) == default != suits.get(key) and key not in overridden:
+            unsuited.append(f"{key}={default}")
+    check(not unsuited, f"{', '.join(unsuited)}: defaults that suit the tiny model and not model={s.model}. "
+                        "Give each a value; for a model of 0.6 B parameters start with "
+                        "config/tasks/gsm8k.py")

@@ -12,7 +12,7 @@ from runtime import distributed         # first, because runtime sets what PyTor
 import data
 import rewards
 import rollout
-from configurator import check, check_suits, check_values, configure, input_errors, printable
+from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
 from episodes import Player
 from runtime.check_model import check_model, end_tokens, load_tokenizer, read_config
 from runtime.metrics import evaluation, failures
@@ -51,7 +51,7 @@ with input_errors():
              data.named_rows(settings, "eval"))
     base = check_model(model)
     if not prompt:                                              # a look at a model needs no length of its own
-        check_suits(settings, getattr(read_config(base), "suits", {}))
+        check_tiny_defaults(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     player = Player(settings, tokenizer, eos_ids)

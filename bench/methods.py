@@ -31,7 +31,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from configurator import check, configure, read_config
+from configurator import check, configure, read_config_file
 # ------------------------------------------------------------------------------------------------------------
 methods = ""                    # with commas between them; empty: all, under stress five; none runs nothing
 seeds = ""                      # with commas between them; empty: 0,1,2,3,4, under stress 0,1,2
@@ -49,7 +49,7 @@ out = "assets"                  # the folder for the picture
 # ------------------------------------------------------------------------------------------------------------
 RECIPE = "config/tasks/compose.py"
 GRPO = f"train_grpo.py {RECIPE}"
-SHARED = {key: ast.literal_eval(value) for _, key, value in read_config(RECIPE, __file__)}
+SHARED = {key: ast.literal_eval(value) for _, key, value in read_config_file(RECIPE, __file__)}
 METHODS = {
     "grpo": GRPO, "rloo": f"{GRPO} config/methods/rloo.py",
     "reinforce++": f"{GRPO} config/methods/reinforce_pp.py",

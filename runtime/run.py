@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from configurator import check, check_suits, check_values, fail, given, input_errors, printable
+from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, overridden,
+                          printable)
 from runtime import checkpoint, distributed, metrics
 from runtime.check_model import forecast_note, located
 from runtime.user_code import json_text
@@ -110,7 +111,7 @@ class Run:
         """Raise ValueError for prompts that are not those of the resumed run, and for a model that no device
         can hold or that the default settings do not suit."""
         s, before = self.settings, self.state["settings"]
-        check_suits(s, folders.suits)
+        check_tiny_defaults(s, folders.suits)
         self.tokenizer = folders.tokenizer
         for key, file, rows in (("train_prompts", s.train_file, (row for _, row in train_set.rows)),
                                 ("eval_prompts", s.eval_file or s.train_file, eval_set)):   # with tokens
@@ -145,7 +146,7 @@ class Run:
         self.state["settings"] = vars(self.settings)
         with input_errors():
             self.log = metrics.RunLog(
-                self.out_dir, self.script, vars(self.settings) | {"defaults": given}, self.state)
+                self.out_dir, self.script, vars(self.settings) | {"defaults": overridden}, self.state)
         self.log.say(said)
         for name in [place or "actor" for place in networks] if self.settings.dtype == "float16" else ():
             self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))

@@ -1032,7 +1032,7 @@ def make_models():
     import transformers
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-    from configurator import SUITS_TINY
+    from configurator import TINY_DEFAULTS
     from tiny import pretrain
     transformers.utils.logging.disable_progress_bar()
     tokenizer = pretrain.make_tokenizer()
@@ -1043,7 +1043,7 @@ def make_models():
             num_attention_heads=2, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
             num_labels=1, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
-            suits=SUITS_TINY)).save_pretrained(path)
+            suits=TINY_DEFAULTS)).save_pretrained(path)
         tokenizer.save_pretrained(path)
     shutil.copytree(MODEL, WORK / "copy")
     for folder in (WORK, WORK / "copy"):

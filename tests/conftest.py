@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from configurator import SUITS_TINY
+from configurator import TINY_DEFAULTS
 
 # What takes seconds to import is imported where it is used: the process that only hands out tests needs none.
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
-        tie_word_embeddings=True, suits=SUITS_TINY,
+        tie_word_embeddings=True, suits=TINY_DEFAULTS,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

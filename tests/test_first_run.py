@@ -13,7 +13,7 @@ from transformers import AutoConfig
 import runs
 from runs import forked, lines, refused
 from runtime import check_model
-from configurator import SUITS_TINY
+from configurator import TINY_DEFAULTS
 from test_docs import BLOCKS, TEXTS
 from test_train_grpo import SMALL, train
 from tiny import pretrain
@@ -51,8 +51,8 @@ def test_defaults_for_the_tiny_model_are_refused_for_another(stranger, tmp_path,
 
 def test_what_is_given_is_taken(stranger, folder, reward_file, tmp_path):
     """On the command line, even the default; in a config file; in an edited copy; and by a model of tiny/."""
-    some = {key: value for key, value in SMALL.items() if key not in SUITS_TINY}
-    given = [f"--{key}={value}" for key, value in SUITS_TINY.items() if not key.startswith("critic")]
+    some = {key: value for key, value in SMALL.items() if key not in TINY_DEFAULTS}
+    given = [f"--{key}={value}" for key, value in TINY_DEFAULTS.items() if not key.startswith("critic")]
     small = runs.with_defaults([reward_file], some | {"max_steps": 1, "model": stranger})
     config = tmp_path / "mine.py"
     config.write_text("".join(one[2:] + "\n" for one in given))
@@ -67,7 +67,7 @@ def test_what_is_given_is_taken(stranger, folder, reward_file, tmp_path):
                                         [f"{tmp_path}/train_mine.py"])):
         forked(tmp_path / "log", *arguments, *small, f"--out_dir={tmp_path}/{number}")
     # A checkpoint says what its model has said.
-    for model, suits in ((stranger, None), (folder, SUITS_TINY)):
+    for model, suits in ((stranger, None), (folder, TINY_DEFAULTS)):
         small = runs.with_defaults([reward_file, *given], some | {"max_steps": 1, "model": model})
         forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/{suits is None}")
         found = AutoConfig.from_pretrained(f"{tmp_path}/{suits is None}/checkpoint-1")
@@ -81,12 +81,12 @@ def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
     for script in ("train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py"):
         with open(script) as file:
             text = file.read()
-        for key, value in SUITS_TINY.items():
+        for key, value in TINY_DEFAULTS.items():
             found = re.findall(rf"^{key} = (\S+)", text, re.M)
             assert [float(one) for one in found] == [value] * (not key.startswith("critic") or "ppo" in script)
     for model in ("tiny/algebra", "tiny/compose", "tiny/episodes"):
-        assert AutoConfig.from_pretrained(model).suits == SUITS_TINY
-    assert pretrain.make_model(pretrain.make_tokenizer()).config.suits == SUITS_TINY
+        assert AutoConfig.from_pretrained(model).suits == TINY_DEFAULTS
+    assert pretrain.make_model(pretrain.make_tokenizer()).config.suits == TINY_DEFAULTS
 
 
 def test_a_tilde_in_the_name_of_a_model(folder, tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from runtime.check_model import model_class
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
-from configurator import SUITS_TINY
+from configurator import TINY_DEFAULTS
 from test_packing import episode
 from weights import engine_weights
 
@@ -423,7 +423,7 @@ def experts(folder, tmp_path_factory):
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
         num_experts_per_tok=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2, suits=SUITS_TINY)).save_pretrained(path)
+        initializer_range=0.2, suits=TINY_DEFAULTS)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

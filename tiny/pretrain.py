@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import (DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast,
                           Qwen3Config, Qwen3ForCausalLM)
 
-from configurator import SUITS_TINY, check, check_values, configure, given
+from configurator import TINY_DEFAULTS, check, check_values, configure, overridden
 from runtime.check_model import share
 from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
                                      guess_problem, held_out)
@@ -90,7 +90,7 @@ def make_model(tokenizer):
         num_key_value_heads=hidden_size // 32, head_dim=32, tie_word_embeddings=True,
         max_position_embeddings=1024,
         # Sequences are short, and plain attention is faster than the fused kernel in bfloat16 on a CPU.
-        attn_implementation="eager", suits=SUITS_TINY, **ids))
+        attn_implementation="eager", suits=TINY_DEFAULTS, **ids))
     model.generation_config = GenerationConfig(**ids)
     return model
 
@@ -220,7 +220,7 @@ if __name__ == "__main__":
     settings = configure(globals(), choices={"base": BASES})
     check_values(settings)
     conversations, suited = BASES[base]
-    globals().update({key: value for key, value in suited.items() if key not in given})
+    globals().update({key: value for key, value in suited.items() if key not in overridden})
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")

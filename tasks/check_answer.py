@@ -500,7 +500,7 @@ def applied(op, a, b):
 @dataclass
 class Reading:
     """What an answer says."""
-    value: object   # a Fraction, tuples for a formula, a list or a set, (":", text) if it is JOINED, or text
+    value: object   # a Fraction, a tree of tuples for a formula, (":", text) if it is JOINED, or a text
     values: set     # the value, and others that it may have: 3 h may be 3*h, 50% may be 1/2, 1/9 may be 1:9
     steps: set      # the operations that are still to be carried out, as in `value`
     text: str       # the plain spelling, without left side and unit

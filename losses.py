@@ -1,8 +1,8 @@
 """The formulas of the training scripts: advantages, policy losses, token weights, KL and PPO's critic.
 
-Each advantage, policy loss and correction is one function, which ADVANTAGES, LOSSES and CORRECTIONS find by
-its name.
-All functions are pure: they change no tensor in place and use no model and no process group.
+Each advantage, policy loss and correction is one function. The tables ADVANTAGES, LOSSES and CORRECTIONS hold
+these functions under the names that the settings take. All functions are pure: they change none of their
+arguments and use no model and no process group.
 
 A per-token tensor has the shape [C]: it holds only sampled tokens, one sequence after another. Prompts and
 padding are never in it, so it needs no mask. Entry c belongs to sampled token c and was computed from the
@@ -11,7 +11,6 @@ of P prompts, and the completions of a prompt are adjacent. Only `logp` and `val
 """
 import math
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 # own. The statistics are computed in float64.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
-#   rewards: for each completion a dict {sampled token: the part of the score that the token was given}. They
-#   add up to the score, also after a KL or a penalty was taken off it.
+#   rewards: for each completion a dict {index of a sampled token: the part of the score that this token
+#   earned}. The parts add up to the score, also after a KL or a penalty was taken off it (see shaped).
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
 # reinforce++_baseline.
 
@@ -38,19 +37,23 @@ def in_groups(values, num_generations):
 
 
 def grouped(scores, num_generations):
-    """Return three [P, G] tensors: scores, a mask of those that are not NaN, and score - group mean, which
-    is 0 at NaN, and exactly 0 in a group of equal scores."""
+    """Return three [P, G] tensors: the scores, a mask of the scores that are not NaN, and score - group mean,
+    which is 0 at NaN, and exactly 0 in a group of equal scores."""
     groups = in_groups(scores.double(), num_generations)          # [P, G]
-    # A mean of equal scores may be rounded. That of their distances from the lowest one is exactly 0.
-    above = groups - groups.nan_to_num(math.inf).amin(1, keepdim=True)
-    return groups, ~groups.isnan(), (above - above.nanmean(1, keepdim=True)).nan_to_num()
+    # The mean of equal scores may be rounded. The mean of their distances from the lowest one is exactly 0.
+    lowest = groups.nan_to_num(math.inf).amin(1, keepdim=True)    # [P, 1]
+    above = groups - lowest
+    centred = above - above.nanmean(1, keepdim=True)
+    return groups, ~groups.isnan(), centred.nan_to_num()
 
 
 def group_std(scores, num_generations):
     """Return the standard deviation (divisor n - 1) of each prompt's scores that are not NaN, float64 [P].
     It is exactly 0 if these n scores are equal or n < 2."""
     _, scored, centred = grouped(scores, num_generations)
-    return (centred.square().sum(1) / (scored.sum(1) - 1).clamp(min=1)).sqrt()
+    count = scored.sum(1)                                         # [P]
+    variance = centred.square().sum(1) / (count - 1).clamp(min=1)
+    return variance.sqrt()
 
 
 def grpo(scores, num_generations, **_):
@@ -58,21 +61,27 @@ def grpo(scores, num_generations, **_):
     Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; the 1e-4 comes from TRL.
     Example: scores [1, 0, 0, 0], G = 4 -> std 0.5, advantages about [1.5, -0.5, -0.5, -0.5]."""
     _, _, centred = grouped(scores, num_generations)
-    return (centred / (group_std(scores, num_generations)[:, None] + 1e-4)).flatten().float()
+    std = group_std(scores, num_generations)[:, None]             # [P, 1]
+    adv = centred / (std + 1e-4)
+    return adv.flatten().float()
 
 
 def dr_grpo(scores, num_generations, **_):
     """advantage = score - mean of the prompt's scores. Dividing by their std would favour prompts whose
     answers are nearly all right or nearly all wrong: Liu et al. 2025, https://arxiv.org/abs/2503.20783."""
-    return grouped(scores, num_generations)[2].flatten().float()
+    _, _, adv = grouped(scores, num_generations)
+    return adv.flatten().float()
 
 
 def grpo_batch(scores, num_generations, **_):
     """advantage = (score - mean of the prompt's scores) / (std of all scores in the batch + 1e-4). The std
     has the divisor n - 1. Lite PPO, Liu et al. 2025, https://arxiv.org/abs/2508.08221."""
     groups, scored, centred = grouped(scores, num_generations)
-    std = groups[scored].std() if scored.sum() > 1 else 0.0
-    return (centred / (std + 1e-4)).flatten().float()
+    std = 0.0
+    if scored.sum() > 1:
+        std = groups[scored].std()
+    adv = centred / (std + 1e-4)
+    return adv.flatten().float()
 
 
 def rloo(scores, num_generations, **_):
@@ -80,59 +89,79 @@ def rloo(scores, num_generations, **_):
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. Example: [1, 0, 0, 0] -> [1, -1/3, -1/3, -1/3]."""
     _, scored, centred = grouped(scores, num_generations)
     count = scored.sum(1, keepdim=True)                           # [P, 1]
-    return (centred * count / (count - 1).clamp(min=1)).flatten().float()
+    adv = centred * count / (count - 1).clamp(min=1)
+    return adv.flatten().float()
 
 
 def whitened(values, scores, lengths):
     """Return (value - mean) / (std + 1e-8), [N], with mean and std (divisor n) over the tokens of completions
-    with a score, and 0 for the others."""
+    with a score. A completion without a score gets 0."""
     scored = ~scores.isnan()
-    tokens = lengths * scored
-    return (whiten(values, lambda x: (tokens * x).sum() / tokens.sum().clamp(min=1)) * scored).float()
+    tokens = lengths * scored                                     # [N]
+
+    def mean(x):
+        return (tokens * x).sum() / tokens.sum().clamp(min=1)
+
+    adv = whiten(values, mean) * scored
+    return adv.float()
 
 
 def reinforce_plus_plus(scores, num_generations, *, lengths, **_):
     """advantage = score, whitened over all tokens. Hu et al. 2025, https://arxiv.org/abs/2501.03262."""
-    return whitened(scores.double().nan_to_num(), scores, lengths)
+    values = scores.double().nan_to_num()
+    return whitened(values, scores, lengths)
 
 
 def reinforce_plus_plus_baseline(scores, num_generations, *, lengths, **_):
     """advantage = score - mean of the prompt's scores, whitened over all tokens. Hu et al. 2025."""
-    return whitened(grouped(scores, num_generations)[2].flatten(), scores, lengths)
+    _, _, centred = grouped(scores, num_generations)
+    return whitened(centred.flatten(), scores, lengths)
 
 
 def grpo_process(scores, num_generations, *, lengths, rewards, **_):
-    """Return {s: [len]}: a token's advantage is the sum of the normalised rewards at it and after it. Each is
-    (reward - mean) / (std + 1e-4) over all rewards of the prompt's completions, so that with one reward for
-    each this is grpo. Shao et al. 2024, section 4.1.3. The rewards are those of the steps of an answer, or of
-    the turns of an episode."""
+    """Return {s: [len]}: a token's advantage is the sum of the normalised rewards at it and after it. A
+    reward is normalised to (reward - mean) / (std + 1e-4) over all rewards of the prompt's completions. If
+    each completion has one reward, at its last token, this is grpo. Rewards belong to the steps of an answer
+    or to the turns of an episode. Shao et al. 2024, section 4.1.3."""
     adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
     for first in range(0, len(scores), num_generations):
-        given = [(s, token, reward) for s in range(first, first + num_generations) if not scores[s].isnan()
-                 for token, reward in rewards[s].items() if not math.isnan(reward)]
-        values = torch.tensor([reward for *_, reward in given], dtype=torch.float64)
-        for (s, token, _), value in zip(given, grpo(values, max(1, len(values))).tolist()):
+        group = {}                                                # {(s, token): reward} of one prompt
+        for s in range(first, first + num_generations):
+            if not scores[s].isnan():
+                for token, reward in rewards[s].items():
+                    group[s, token] = reward
+        values = torch.tensor([*group.values()], dtype=torch.float64)
+        normalised = grpo(values, max(1, len(values)))
+        for (s, token), value in zip(group, normalised.tolist()):
             adv[s][:token + 1] += value
     return adv
 
 
 def none(scores, num_generations, **_):
-    """advantage = 0, whatever the scores: for kl_estimator=k1_advantage, which adds to it."""
+    """advantage = 0, whatever the scores. With kl_estimator=k1_advantage only the KL is left as advantage."""
     return torch.zeros_like(scores, dtype=torch.float32)
 
 
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo,
-              "reinforce++": reinforce_plus_plus, "reinforce++_baseline": reinforce_plus_plus_baseline,
-              "grpo_process": grpo_process, "none": none}
+ADVANTAGES = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_batch": grpo_batch,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++_baseline": reinforce_plus_plus_baseline,
+    "grpo_process": grpo_process,
+    "none": none,
+}
 
 
 def shaped(rollouts, scores):
-    """Return the rewards of each rollout, {token: reward}, whose sum is its score in `scores`: what a KL or a
-    penalty has changed in the score is added to the last reward."""
+    """Return the rewards of each rollout, {token: reward}, so that they add up to its score in `scores`. The
+    amount by which a KL or a penalty has changed the score is added to the last reward."""
     result = [dict(r.rewards) for r in rollouts]
     for rewards, score in zip(result, scores.tolist()):
         if rewards:
-            rewards[max(rewards)] += score - sum(rewards.values())
+            last_token = max(rewards)
+            rewards[last_token] += score - sum(rewards.values())
     return result
 
 
@@ -144,13 +173,13 @@ def overlong_penalty(lengths, max_length, buffer):
 
 # ---------------------------------------------------------------- policy losses
 # Each function is called with (logp, old_logp, adv, engine_logp=..., mean=..., epsilon=..., epsilon_high=...)
-# and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and for the
-# logs two masks: where clipping acted at the lower bound, and where clipping acted at the upper bound.
+# and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and two masks
+# for the logs. They say where clipping acted at the lower bound and where it acted at the upper bound.
 #   engine_logp [C]: the logprobs of the engine that sampled, whatever old_logp is.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
-# -adv * grad(logp). All clamp logp - old_logp to [-20, 20]: beyond that exp may overflow, and infinity * 0 is
-# NaN.
+# -adv * grad(logp). All losses clamp logp - old_logp to [-20, 20]: beyond that exp may overflow, and
+# infinity * 0 is NaN.
 
 def of_sequence(values, mean):
     """Return for each token the mean over its sequence, with the gradient of the token's own value; [C]."""
@@ -158,17 +187,20 @@ def of_sequence(values, mean):
 
 
 def out_of_bounds(ratio, adv, epsilon, epsilon_high):
-    """Return where adv pushes the ratio further below the lower bound and where further above the upper."""
-    return (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
+    """Return two masks [C]: where the ratio is below the lower bound and adv pushes it further down, and
+    where it is above the upper bound and adv pushes it further up."""
+    low = (ratio < 1 - epsilon) & (adv < 0)
+    high = (ratio > 1 + epsilon_high) & (adv > 0)
+    return low, high
 
 
 def clip_ratios(low, high):
-    """Return the two masks of a loss, and where either is true, by the names of the figures for the log."""
+    """Return the two masks of a loss, and where either is true, under the names that the log gives them."""
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
 
 def unclipped(loss):
-    """Return what a loss without clipping returns: the loss, and no clipped token at either bound."""
+    """Return what a loss without clipping returns: the loss, and two masks that are False everywhere."""
     nowhere = torch.zeros_like(loss, dtype=torch.bool)
     return loss, nowhere, nowhere
 
@@ -179,11 +211,12 @@ def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, **_):
     two different bounds come from DAPO."""
     ratio = (logp - old_logp).clamp(-20, 20).exp()
     loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
-    return loss, *out_of_bounds(ratio, adv, epsilon, epsilon_high)
+    low, high = out_of_bounds(ratio, adv, epsilon, epsilon_high)
+    return loss, low, high
 
 
 def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
-    """loss = that of clip, with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
+    """loss = clip's loss with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
     (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
     log_ratio = of_sequence((logp - old_logp).clamp(-20, 20), mean)
@@ -197,15 +230,19 @@ def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     log_ratio = (logp - old_logp).clamp(-20, 20)
     low, high = out_of_bounds(log_ratio.exp(), adv, epsilon, epsilon_high)
     bounded = log_ratio.clamp(math.log1p(-epsilon), math.log1p(epsilon_high))
-    return -of_sequence(torch.where(low | high, bounded, log_ratio), mean).exp() * adv, low, high
+    clipped = torch.where(low | high, bounded, log_ratio)
+    loss = -of_sequence(clipped, mean).exp() * adv
+    return loss, low, high
 
 
 def cispo(logp, old_logp, adv, *, epsilon_high=0.2, **_):
     """loss = -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: clipped tokens keep a gradient.
     MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eq. 4-5."""
     ratio = (logp - old_logp).clamp(-20, 20).exp()
+    loss = -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp
     high = ratio > 1 + epsilon_high
-    return -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp, torch.zeros_like(high), high
+    low = torch.zeros_like(high)                                  # there is no lower bound
+    return loss, low, high
 
 
 def sapo(logp, old_logp, adv, **_):
@@ -213,7 +250,8 @@ def sapo(logp, old_logp, adv, **_):
     a soft bound on both sides. Gao et al. 2025, https://arxiv.org/abs/2511.20347."""
     ratio = (logp - old_logp).clamp(-20, 20).exp()
     t = torch.where(adv > 0, torch.ones_like(adv), 1.05)
-    return unclipped(-4 / t * torch.sigmoid(t * (ratio - 1)) * adv)
+    loss = -4 / t * torch.sigmoid(t * (ratio - 1)) * adv
+    return unclipped(loss)
 
 
 def gpg(logp, old_logp, adv, **_):
@@ -222,16 +260,26 @@ def gpg(logp, old_logp, adv, **_):
 
 
 def dppo(logp, old_logp, adv, *, engine_logp, epsilon=0.2, epsilon_high=0.2, **_):
-    """loss = -stop_gradient(min(ratio, 20)) * adv * logp, ratio = exp(logp - engine_logp), but 0 where adv
-    pushes the probability further below the engine's than epsilon, or further above than epsilon_high. An
-    unlikely token may so change by a large factor. The ratio corrects for the engine and for stale rollouts,
-    whatever old_logp is. Binary DPPO-TV, Qi et al. 2026, https://arxiv.org/abs/2602.04879."""
+    """loss = -stop_gradient(min(ratio, 20)) * adv * logp, with ratio = exp(logp - engine_logp). The loss is 0
+    where the probability is more than epsilon below the engine's and adv pushes it further down, and where it
+    is more than epsilon_high above and adv pushes it further up. An unlikely token may therefore change by a
+    large factor. The ratio corrects for the engine and for stale rollouts, whatever old_logp is. Binary
+    DPPO-TV, Qi et al. 2026, https://arxiv.org/abs/2602.04879."""
     low, high = out_of_bounds(1 + logp.exp() - engine_logp.exp(), adv, epsilon, epsilon_high)
     ratio = (logp - engine_logp).clamp(-20, 20).exp().clamp(max=20)
-    return torch.where(low | high, 0.0, -ratio.detach() * adv * logp), low, high
+    loss = torch.where(low | high, 0.0, -ratio.detach() * adv * logp)
+    return loss, low, high
 
 
-LOSSES = {"clip": clip, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "gpg": gpg, "dppo": dppo}
+LOSSES = {
+    "clip": clip,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "dppo": dppo,
+}
 
 
 # ---------------------------------------------------------------- weights of sequences and tokens
@@ -248,34 +296,39 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length", "sequence_sum"
 def sequence_weights(lengths, aggregation, update, num_generations, max_length):
     """Return the weight of each sequence's tokens, [N]. An unknown aggregation raises KeyError.
 
-    lengths [N]: the number of sampled tokens of each sequence of the step. update: the numbers of those that
-    this optimizer step trains on, over all ranks, so that the weights and the gradient do not depend on how
-    they are dealt and packed. Only their weights mean something.
+    lengths [N]: the number of sampled tokens of each sequence of the step. update: the indices of the
+    sequences that this optimizer step trains on, over all ranks, so that the weights and the gradient do not
+    depend on how sequences are dealt and packed. The weights of all other sequences have no meaning.
     """
-    num_tokens, num_sequences = lengths[update].sum(), len(update)
-    divisors = {"token_mean": num_tokens, "sequence_mean": lengths * num_sequences,
-                "constant_length": max_length * num_sequences, "sequence_sum": num_sequences}
+    num_sequences = len(update)
+    divisors = {
+        "token_mean": lengths[update].sum(),
+        "sequence_mean": lengths * num_sequences,
+        "constant_length": max_length * num_sequences,
+        "sequence_sum": num_sequences,
+    }
     if aggregation == "prompt_mean":
         trained = torch.zeros_like(lengths)
         trained[update] = lengths[update]
-        of_prompt = in_groups(trained, num_generations).sum(1)          # [P]; 0 if it is not in the update
-        divisors["prompt_mean"] = of_prompt.repeat_interleave(num_generations) * (of_prompt > 0).sum()
+        prompt_tokens = in_groups(trained, num_generations).sum(1)      # [P]; 0 if it is not in the update
+        num_prompts = (prompt_tokens > 0).sum()
+        divisors["prompt_mean"] = prompt_tokens.repeat_interleave(num_generations) * num_prompts
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
-# Importance weights [C], without gradient, that multiply the token losses, for the gap between the trainer's
-# logprobs and the engine's, with which it sampled. Each function of CORRECTIONS is called with
+# The engine that sampled and the trainer compute slightly different logprobs. Importance weights [C], without
+# gradient, multiply the token losses to correct for that. Each function of CORRECTIONS is called with
 # (old_logp, engine_logp, mean=..., lengths=..., low=..., high=...) and declares the keywords that it uses.
-#   old_logp, engine_logp [C]: of the same tokens. mean: as in the losses. lengths [C]: of each token's
-#   sequence.
+#   old_logp, engine_logp [C]: the trainer's and the engine's logprobs of the same tokens.
+#   mean: as in the losses. lengths [C]: for each token the length of its sequence.
 # The ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
 #   none               1
 #   token_truncate     min(ratio, high)                        TIS, https://fengyao.notion.site/off-policy-rl
 #   token_mask         ratio, but 0 outside [low, high]           IcePop, https://ringtech.notion.site/icepop
 #   sequence_truncate  as token_truncate, with the product of the sequence's ratios as the ratio
-#   sequence_mask      as token_mask, with that product                 MIS, https://richardli.xyz/rl-collapse
+#   sequence_mask      as token_mask, with the same product             MIS, https://richardli.xyz/rl-collapse
 #   geometric_mask     1, but 0 where the geometric mean of the sequence's ratios is outside [low, high], for
-#                      instance [0.99, 1.01]; unlike the product it does not drift with the length
+#                      instance [0.99, 1.01]; the product drifts with the length, and this mean does not
 
 def uncorrected(old_logp, engine_logp, **_):
     """Return a weight of 1 for each token."""
@@ -283,20 +336,30 @@ def uncorrected(old_logp, engine_logp, **_):
 
 
 def importance(level, bound, old_logp, engine_logp, *, mean, lengths, low, high):
-    """Return the weights whose ratio is that of a level (token, sequence, geometric), with a bound (truncate,
-    mask)."""
+    """Return the weights for a ratio of the level "token", "sequence" (the product of a sequence's ratios) or
+    "geometric" (their geometric mean), with the bound "truncate" or "mask"."""
     log_ratio = old_logp - engine_logp
-    if level != "token":
-        log_ratio = mean(log_ratio) * (lengths if level == "sequence" else 1)
+    if level == "sequence":
+        log_ratio = mean(log_ratio) * lengths
+    elif level == "geometric":
+        log_ratio = mean(log_ratio)
     ratio = log_ratio.clamp(-20, 20).exp()
     if bound == "truncate":
         return ratio.clamp(max=high)
     inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-    return inside if level == "geometric" else ratio * inside
+    if level == "geometric":
+        return inside
+    return ratio * inside
 
 
-CORRECTIONS = {"none": uncorrected} | {name: partial(importance, *name.split("_")) for name in (
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")}
+CORRECTIONS = {
+    "none": uncorrected,
+    "token_truncate": partial(importance, "token", "truncate"),
+    "token_mask": partial(importance, "token", "mask"),
+    "sequence_truncate": partial(importance, "sequence", "truncate"),
+    "sequence_mask": partial(importance, "sequence", "mask"),
+    "geometric_mask": partial(importance, "geometric", "mask"),
+}
 
 
 # ---------------------------------------------------------------- KL to a reference
@@ -315,17 +378,19 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     e^60 and ratio to at most e^20; a clamped factor has no gradient.
     In the loss the gradient matters. In expectation it is the gradient of KL(policy || reference) for k2, k3+
     and k3_is (for k3_is also off-policy), the gradient of KL(reference || policy) for k3, and 0 for k1.
-    In the reward the value matters. The policy gradient turns k1 into the gradient of KL(policy || reference)
-    that includes a token's effect on all later tokens. It turns k3 into this gradient minus that of
-    KL(reference || policy), and k2 into neither. Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
+    In the reward the value matters. With k1 the policy gradient is the gradient of KL(policy || reference),
+    including a token's effect on all later tokens. With k3 it is this gradient minus the gradient of
+    KL(reference || policy), and with k2 it is neither. Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
     """
     d = ref_logp - logp
     k2 = d.square() / 2
     k3 = d.clamp(max=60).exp() - 1 - d
     if estimator == "k3_is":
         # k3 * ratio is multiplied out, because a huge exp(d) times a tiny ratio may be a moderate number.
-        return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * (logp - old_logp).clamp(max=20).exp()
-    return {"k1": -d, "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach()}[estimator]
+        ratio = (logp - old_logp).clamp(max=20).exp()
+        return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * ratio
+    estimates = {"k1": -d, "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach()}
+    return estimates[estimator]
 
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+", "k3_is")
@@ -334,16 +399,17 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3+", "k3_is")
 # ---------------------------------------------------------------- PPO with a critic
 
 def token_rewards(rewards, kl, kl_coef, lengths):
-    """Return the rewards [C] of the tokens: -kl_coef * kl, plus what each sequence was given at its tokens.
+    """Return the rewards [C] of the tokens: -kl_coef * kl, plus the rewards of each sequence at their tokens.
 
     rewards: for each sequence a dict {token: reward}; kl [C]; lengths: a list that sums to C. NaN stays NaN.
     Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. 2, with the KL spread over the tokens.
     Example: rewards [{1: 1}, {0: 2}], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
     """
-    given = [(first + token, reward) for first, own in zip(accumulate([0, *lengths]), rewards)
-             for token, reward in own.items()]
-    place, value = torch.tensor(given, dtype=torch.float64, device=kl.device).view(-1, 2).unbind(1)
-    return (-kl_coef * kl).index_add(0, place.long(), value.to(kl.dtype))
+    added = torch.zeros_like(kl)
+    for part, sequence_rewards in zip(added.split(lengths), rewards):
+        for token, reward in sequence_rewards.items():
+            part[token] = reward
+    return -kl_coef * kl + added
 
 
 def gae(rewards, values, lengths, gamma, lam):
@@ -358,19 +424,22 @@ def gae(rewards, values, lengths, gamma, lam):
     # A rank may have no sequences, and pad_sequence rejects an empty list.
     if len(rewards) == 0:
         return rewards, values
-    r, v = (pad_sequence(x.split(lengths), batch_first=True) for x in (rewards, values))    # [n, L]
+    r = pad_sequence(rewards.split(lengths), batch_first=True)            # [n, L]
+    v = pad_sequence(values.split(lengths), batch_first=True)
     delta = r + gamma * F.pad(v[:, 1:], (0, 1)) - v
-    adv, later = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
+    adv = torch.empty_like(delta)
+    later = torch.zeros_like(delta[:, 0])                                 # A_(t+1), [n]
     for t in reversed(range(delta.shape[1])):
-        adv[:, t] = later = delta[:, t] + gamma * lam * later
-    flat = torch.cat([row[:length] for row, length in zip(adv, lengths)])
-    return flat, flat + values
+        later = delta[:, t] + gamma * lam * later
+        adv[:, t] = later
+    adv = torch.cat([row[:length] for row, length in zip(adv, lengths)])  # [C]
+    return adv, adv + values
 
 
 def whiten(values, mean):
-    """Return (values - mean) / (std + 1e-8), [C], with mean and std (divisor n) over all ranks. NaNs stay and
-    are not counted. mean: a function that averages a tensor over all ranks, in float64 and without its NaNs.
-    With float32 sums, equal advantages would be whitened to rounding noise instead of 0."""
+    """Return (values - mean) / (std + 1e-8), [C], with mean and std (divisor n) over all ranks. A NaN stays
+    NaN and is not counted. mean: a function that averages a tensor over all ranks, in float64 and without its
+    NaNs. With sums in float32, equal advantages would be whitened to rounding noise instead of 0."""
     centre = mean(values)
     std = mean((values.double() - centre).square()) ** 0.5
     return (values - centre) / (std + 1e-8)
@@ -383,10 +452,11 @@ def value_loss(value, old_value, ret, value_clip):
     where the second square is larger: there v has moved from old towards ret by more than value_clip.
     With value_clip 0 nothing is clipped. PPO's reference implementation, ppo2 in openai/baselines, does this.
     """
-    loss, most = (value - ret).square() / 2, value_clip or math.inf
+    bound = value_clip or math.inf
     # A value within the bounds stays the same bit for bit, so its rounding is not counted as clipping.
-    near = value.clamp(old_value - most, old_value + most)
-    clipped_loss = (near - ret).square() / 2
+    clipped_value = value.clamp(old_value - bound, old_value + bound)
+    loss = (value - ret).square() / 2
+    clipped_loss = (clipped_value - ret).square() / 2
     return torch.max(loss, clipped_loss), clipped_loss > loss
 
 
@@ -394,15 +464,22 @@ def value_loss(value, old_value, ret, value_clip):
 
 def schedule(peak, step, steps, kind, warmup=0):
     """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). Below 0 it is 0."""
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). It is 0 before step
+    0."""
+    if step < 0:
+        return 0.0
     if step < warmup:
-        return peak * (step + 1) / warmup if step >= 0 else 0.0
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return peak * decays[kind]
 
 
-# What the settings of these names may be. configure() refuses anything else before a model is loaded.
-CHOICES = {"advantage": ADVANTAGES, "loss_type": LOSSES, "loss_aggregation": AGGREGATIONS,
-           "engine_correction": CORRECTIONS,
-           "kl_estimator": (*KL_ESTIMATORS[1:], "k1_reward", "k1_advantage")}
+# The values that these settings may have. configure() refuses all others before a model is loaded.
+CHOICES = {
+    "advantage": ADVANTAGES,
+    "loss_type": LOSSES,
+    "loss_aggregation": AGGREGATIONS,
+    "engine_correction": CORRECTIONS,
+    "kl_estimator": ("k2", "k3", "k3+", "k3_is", "k1_reward", "k1_advantage"),
+}

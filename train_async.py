@@ -115,12 +115,12 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer. A chat template that prints the date prints that of the
-    # clock, when the run began. Weights are read further down.
+    # folders has the models' paths and the tokenizer; weights are read further down. The clock is the time at
+    # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, clock)
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
-    # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
+    # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
     # load_policy adds the adapters, which run.adapter names.
@@ -225,11 +225,11 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::updates_per_step] for u in range(updates_per_step)]          # lists of s
-    # Skipped rollouts are not computed, but the loss's denominator counts them. shares: this rank's updates.
+    # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # The ratio compares the policy with pi_old: the policy before the first update. If a rollout is older,
-    # engine_correction makes up for its age.
+    # The ratio compares the policy with pi_old, the policy before the first update. For the age of the
+    # rollouts engine_correction weighs tokens.
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif updates_per_step > 1:

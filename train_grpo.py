@@ -99,12 +99,12 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer. A chat template that prints the date prints that of the
-    # clock, when the run began. Weights are read further down.
+    # folders has the models' paths and the tokenizer; weights are read further down. The clock is the time at
+    # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
-    # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
+    # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
     scorer = rewards.Scorer(settings, device, compute_dtype, player)
@@ -125,8 +125,8 @@ networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" i
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
-# sample(prompts, G, names) returns rollouts. A Ctrl-C ends the run there, and saves the state with which the
-# step began. A second Ctrl-C ends the run at once.
+# sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
+# step began is saved. A second Ctrl-C ends it at once.
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -140,10 +140,10 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 # Per-token values have two forms. {s: [len]} is a dict with one tensor per rollout, one entry for each of its
 # sampled tokens; such names are plural, as in old_logps. [C] is one tensor with the entries of a whole
 # micro-batch, one rollout after the other; such names are singular, as in old_logp. A micro-batch is a row of
-# tokens in which several rollouts are packed (packing.py). It converts between the two forms. If it holds the
-# rollouts 0 and 1, with two sampled tokens each, then C = 4, and
+# tokens in which several rollouts are packed (packing.py), and converts one form into the other. If it holds
+# the rollouts 0 and 1, with two sampled tokens each, then C = 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]              {s: [len]} becomes [C]
-#     batch.flat([x, y])                  returns [x, x, y, y]              [N] becomes [C]
+#     batch.flat([x, y, z])               returns [x, x, y, y]              [N] becomes [C], without rollout 2
 #     batch.split([a, b, c, d])           returns {0: [a, b], 1: [c, d]}    [C] becomes {s: [len]}
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
 # C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
@@ -179,7 +179,7 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1, by the engine that sampled
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1; the engine's logp for logp
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -191,11 +191,11 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::updates_per_step] for u in range(updates_per_step)]          # lists of s
-    # Skipped rollouts are not computed, but the loss's denominator counts them. shares: this rank's updates.
+    # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # The ratio compares the policy with pi_old: the policy before the first update, or if a rollout is older,
-    # the policy that sampled it, unless engine_correction makes up for its age.
+    # The ratio compares the policy with pi_old, the policy before the first update. If a copy of the script
+    # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for their age.
     stale = any(r.sampled_by != {step} for r in rollouts)
     if old_logprobs == "engine" or stale and engine_correction == "none":
         old_logps = engine_logps
@@ -238,8 +238,8 @@ for step in range(run.first_step, max_steps + 1):
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # Trainer and engine still have the same weights. The run stops before these move if the mean
-                # |logp - engine_logp| is over gap_bound, in float32 1e-3 nats, or other weights sampled.
+                # Trainer and engine still have the same weights. Before these move, the run stops if the mean
+                # |logp - engine_logp| is over gap_bound: 1e-3 nats in float32, about 0.05 in bfloat16.
                 log.metrics |= compare_logprobs(rollouts, new_logps, run.gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite

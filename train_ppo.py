@@ -88,12 +88,12 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer. A chat template that prints the date prints that of the
-    # clock, when the run began. Weights are read further down.
+    # folders has the models' paths and the tokenizer; weights are read further down. The clock is the time at
+    # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
-    # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
+    # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
     scorer = rewards.Scorer(settings, device, compute_dtype, player)
@@ -120,8 +120,8 @@ log = run.begin(networks, rollout_engine, data_note,
                 updates=f"{num_epochs * num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
-# sample(prompts, G, names) returns rollouts. A Ctrl-C ends the run there, and saves the state with which the
-# step began. A second Ctrl-C ends the run at once.
+# sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
+# step began is saved. A second Ctrl-C ends it at once.
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 
@@ -192,8 +192,8 @@ for step in range(run.first_step, max_steps + 1):
     shares += [[s for s in update if s in here] for update in updates[num_mini_batches:]]
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)       # {s: [len]}
-    # Trainer and engine still have the same weights. The run stops before these move if the mean
-    # |logp - engine_logp| is over gap_bound, in float32 1e-3 nats, or other weights sampled.
+    # Trainer and engine still have the same weights. Before these move, the run stops if the mean
+    # |logp - engine_logp| is over gap_bound: 1e-3 nats in float32, about 0.05 in bfloat16.
     log.metrics |= compare_logprobs(rollouts, old_logps, run.gap_bound, tokenizer, version=step)
     with log.timed("values"):
         old_values = token_values(critic, rollouts, my_share, token_budget)             # {s: [len]}

@@ -13,7 +13,7 @@ from runs import ROOT
 
 OTHERS = ["train_dapo.py", "train_ppo.py", "train_async.py"]
 # Comments that differ because the method does.
-METHOD = {"# The ratio compares the policy with pi_old: the policy before the first update. If a rollout is older,"}
+METHOD = {"# The ratio compares the policy with pi_old, the policy before the first update. For the age of the"}
 SETTINGS = {"train_grpo.py": config.shared, **dict.fromkeys(OTHERS, config.shared),
             "evaluate_model.py": config.conversation}
 

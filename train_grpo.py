@@ -195,7 +195,7 @@ for step in range(run.first_step, max_steps + 1):
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
     # The ratio compares the policy with pi_old, the policy before the first update. If another script
-    # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for their age.
+    # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for that.
     stale = any(r.sampled_by != {step} for r in rollouts)
     if old_logprobs == "engine" or stale and engine_correction == "none":
         old_logps = engine_logps

@@ -2,9 +2,11 @@
 Functions and classes of the user's are loaded here from "file.py:name", or "package.module:name", and called
 in limited time.
 
-outcome calls one in this process, where nothing can end a call that does not come back unless it is async.
-UserProcess calls them in a process of its own, and ends that process if a call takes too long. What they do
-to signals, the current folder or the interpreter stays there.
+    load_from      loads a function or class
+    outcome        calls a function in this process, where a call that hangs cannot be ended, unless it is
+                   async
+    UserProcess    calls functions in a process of its own, and ends the process if a call takes too long;
+                   what they do to signals, the current folder or the interpreter stays in that process
 """
 import asyncio
 import atexit
@@ -27,7 +29,7 @@ from multiprocessing.connection import Connection, Pipe
 
 # The folder in which the run was started. Code of the user's may change the current folder.
 STARTED_IN = os.getcwd()
-# Calls functions as the process ends, unless it is killed: closing.callback(function).
+# closing.callback(function) has a function called as the process ends, unless it is killed.
 closing = contextlib.ExitStack()
 atexit.register(closing.close)
 
@@ -49,22 +51,26 @@ def specs(text):
 
 @functools.cache
 def module_of(path):
-    # Returns the module of a file, which runs once for all that is loaded from it.
+    # Returns the module of a file. The file runs once, whatever is loaded from it.
     folders = [os.path.dirname(path)]
     while os.path.isfile(os.path.join(folders[0], "__init__.py")):
         folders.insert(0, os.path.dirname(folders[0]))
-    # Relative imports find its neighbours, but the packages above it do not run: they may import a trainer.
+    # The file can import its neighbours relatively, because the packages above it are put into sys.modules.
+    # Their own code does not run, because it may import a whole trainer.
     name = f"user_code_{len(sys.modules)}"
     for folder, below in zip(folders, [*folders[1:], path]):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [folder]
         name += f".{os.path.basename(below)}".removesuffix(".py").removesuffix(".__init__")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    # Like a script it may import modules from its folder, and those that its package names in full, but the
-    # project's own come first.
-    sys.path += [folder for folder in dict.fromkeys((folders[-1], folders[0])) if folder not in sys.path]
-    spec.loader.exec_module(module)
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    # Like a script the file may import modules from its folder, and modules that its package names in full,
+    # from the folder above the package. The modules of this project come first.
+    for folder in (folders[-1], folders[0]):
+        if folder not in sys.path:
+            sys.path.append(folder)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -74,38 +80,46 @@ def load_from(spec, key, kind, others=""):
     The messages need the other arguments: key is the setting, kind is function or Class, and others says what
     else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
     """
-    given, _, name = spec.rpartition(":")
-    if not given or not name.isidentifier():
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
         raise ValueError(f"{key} must be file.py:{kind} or package.module:{kind}{others}, not {spec!r}")
     path = source_of(spec)
-    if given.endswith(".py") and not os.path.isfile(path):
-        raise ValueError(f"{key}: no such file: {given}")
+    is_file = place.endswith(".py")
+    if is_file and not os.path.isfile(path):
+        raise ValueError(f"{key}: no such file: {place}")
     try:
-        module = module_of(path) if given.endswith(".py") else importlib.import_module(given)
+        module = module_of(path) if is_file else importlib.import_module(place)
     except BaseException as error:
-        raise ValueError(f"{key}: {given} raised {shown(error)}") from error
+        raise ValueError(f"{key}: {place} raised {shown(error)}") from error
+    target = getattr(module, name, None)
     # A builtin such as max may not say what its parameters are.
-    if not callable(found := getattr(module, name, None)) or inspect.isbuiltin(found):
-        names = ", ".join(other for other, value in vars(module).items() if callable(value) and value != found)
-        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {names or 'none'}")
-    return found
+    if not callable(target) or inspect.isbuiltin(target):
+        names = [other for other, value in vars(module).items() if callable(value) and value != target]
+        raise ValueError(f"{key}: {place} has no {kind} {name}; at its top level it has "
+                         f"{', '.join(names) or 'none'}")
+    return target
 
 
 def accepted(function, columns, name, by_name={}):
-    """Return the columns that the function takes, and those of `by_name` that it names.
+    """Return the columns that the function takes, and the entries of `by_name` that it names.
 
-    name: how a message calls the function. Raises ValueError if the function needs another column.
+    A function with **kwargs takes all columns. name: how a message calls the function. Raises ValueError if
+    the function needs another column.
     """
-    parameters, given = inspect.signature(function).parameters.values(), by_name | columns
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for p in named:
-        if p.default is p.empty and p.name not in given:
+    offered = by_name | columns
+    arguments = {}
+    for p in inspect.signature(function).parameters.values():
+        if p.kind == p.VAR_KEYWORD:
+            arguments |= columns
+        elif p.name in offered:
+            arguments[p.name] = offered[p.name]
+        elif p.default is p.empty and p.kind != p.VAR_POSITIONAL:
             raise ValueError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}")
-    others = columns if any(p.kind == p.VAR_KEYWORD for p in parameters) else {}
-    return others | {p.name: given[p.name] for p in named if p.name in given}
+    return arguments
 
 
 def name_of(function):
+    """Return the name of a function, or of the class of a callable object."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -126,20 +140,20 @@ def as_float(value):
 
 
 def json_text(name, value):
-    """Return a value as JSON. Raises ValueError if it would be another one when it is read back."""
+    """Return a value as JSON. Raises ValueError if it would be another value when it is read back."""
     text = json.dumps(value, default=str, skipkeys=True)
-    read = json.loads(text)
-    # Not the values themselves: NaN is not equal to NaN, and a defaultdict is equal to a dict.
-    if repr(read) != repr(value):
-        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {read!r:.200}: checkpoints "
-                         "keep numbers of Python, text, lists, and dicts whose keys are text")
+    restored = json.loads(text)
+    # As texts, because NaN is not equal to NaN, and a defaultdict is equal to a dict.
+    if repr(restored) != repr(value):
+        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {restored!r:.200}: "
+                         "checkpoints keep numbers of Python, text, lists, and dicts whose keys are text")
     return text
 
 
 def logging_into(stores):
     """Return TRL's log_extra(name, values) and log_metric(name, value), by name.
 
-    They put what the function logs into the dicts `stores`, one value into each, as numbers or else as text.
+    They put a value into each of the dicts `stores`, as a number or else as text.
     """
     def log_extra(name, values):
         for store, value in zip(stores, values):
@@ -148,12 +162,17 @@ def logging_into(stores):
             except ValueError:
                 store[str(name)] = value if isinstance(value, str) else shown(value)
 
-    return {"log_extra": log_extra, "log_metric": lambda name, value: log_extra(name, [value] * len(stores))}
+    def log_metric(name, value):
+        log_extra(name, [value] * len(stores))
+
+    return {"log_extra": log_extra, "log_metric": log_metric}
 
 
 class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
-    __str__ = lambda _: "took too long (call_timeout)"
+
+    def __str__(self):
+        return "took too long (call_timeout)"
 
 
 class Failed(Exception):
@@ -166,27 +185,41 @@ def outcome(function, seconds=0):
     The error is TimeUp or Failed. seconds: how long an async function may take; 0 sets no limit. Nothing can
     stop a function that is not async.
     """
-    start, value, problem = time.perf_counter(), None, None
+    start = time.perf_counter()
+    value = None
+    error = None
     try:
-        value = function()
-        if inspect.iscoroutine(value):
-            with LOOP_LOCK:                                     # without it threads may make several loops
-                loop = event_loop()
-            future = asyncio.run_coroutine_threadsafe(value, loop)
-            value = future.result(seconds or None)
+        returned = function()
+        if inspect.iscoroutine(returned):
+            returned = run_async(returned, seconds)
+        value = returned
     except KeyboardInterrupt:
         raise
+    except TimeUp as late:
+        error = late
     # sys.exit, for example, must not end the run as if it had come to its end.
-    except BaseException as error:
-        # An async function that ran out of time can be cancelled; one that raised TimeoutError has ended.
-        late = isinstance(error, TimeoutError) and inspect.iscoroutine(value) and future.cancel()
-        value, problem = None, TimeUp() if late else Failed(f"raised {shown(error)}")
-        problem.__cause__ = error
-        problem.add_note(traceback.format_exc())                # which another process cannot send otherwise
-    return value, problem, time.perf_counter() - start
+    except BaseException as cause:
+        error = Failed(f"raised {shown(cause)}")
+        error.__cause__ = cause
+        error.add_note(traceback.format_exc())      # another process could not send the traceback otherwise
+    return value, error, time.perf_counter() - start
 
 
-LOOP_LOCK = threading.Lock()
+def run_async(coroutine, seconds):
+    # Returns what a coroutine returns. Raises TimeUp if it takes longer than `seconds`.
+    with LOOP_LOCK:
+        loop = event_loop()
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result(seconds or None)
+    except TimeoutError as error:
+        # A function that has raised TimeoutError by itself has ended, and cannot be cancelled.
+        if future.cancel():
+            raise TimeUp from error
+        raise
+
+
+LOOP_LOCK = threading.Lock()            # without it, threads that begin together would make several loops
 
 
 @functools.cache
@@ -210,35 +243,41 @@ def make_lenient():
 
     What such a console would have shown goes to the null device.
     """
-    def lenient(number, call, *text):
+    def lenient(descriptor, method, *text):
         try:
-            return call(*text)
+            return method(*text)
         except (OSError, ValueError):
-            os.dup2(null.fileno(), number)
+            os.dup2(null.fileno(), descriptor)
 
     null = open(os.devnull, "w")
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name) or null                     # None if it was closed when the process began
         setattr(sys, name, stream)
         if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
-            for call in ("write", "flush"):
-                setattr(stream, call, functools.partial(lenient, number, getattr(stream, call)))
+            stream.write = functools.partial(lenient, descriptor, stream.write)
+            stream.flush = functools.partial(lenient, descriptor, stream.flush)
 
 
 class UserProcess:
     """Calls functions in a new Python process with our sys.path, which runs in `folder`.
 
-    first: a function and its arguments with which each such process begins, without a limit of time. The
-    process imports functions by their names.
+    first: a function and its arguments, with which each such process begins, without a limit of time. The
+    process imports functions by their names. process: the subprocess.Popen, or None if there is none. pipe:
+    the connection to it.
     """
 
     def __init__(self, folder, *first):
-        self.folder, self.first, self.process = folder, first, None
+        self.folder = folder
+        self.first = first
+        self.process = None
+        self.pipe = None
         closing.callback(self.end)
 
     def call(self, seconds, function, *arguments):
-        """Return function(*arguments), computed there. Raises what it raises, or Failed if its process ends.
+        """Return function(*arguments), computed in the process.
+
+        Raises what the function raises, or Failed if its process ends.
 
         If that takes longer than `seconds` (0: no limit), the process is ended with all that it has
         started, and TimeUp is raised. The next call starts a new process.
@@ -260,24 +299,26 @@ class UserProcess:
 
     def _start(self):
         self.pipe, theirs = Pipe()
-        # With -m instead, multiprocessing would import the module again in each process of the function's.
-        program = (f"import sys; sys.path[:] = {sys.path!r}; from runtime.user_code import serve; "
-                   f"serve({theirs.fileno()})")
-        # In a session of its own it gets no Ctrl-C, so that the run can finish its step.
+        # With -m instead, multiprocessing would import the module again in each process that the user's
+        # function starts.
+        program = (f"import sys; sys.path[:] = {sys.path!r}; from runtime.user_code import answer_calls; "
+                   f"answer_calls({theirs.fileno()})")
+        # In a session of its own the process gets no Ctrl-C, so that the run can finish its step.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],
                                         stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder)
         theirs.close()
 
     def end(self):
         """End the process, if there is one, and return its exit status."""
-        if process := self.process:
-            self.process = None
-            os.killpg(process.pid, signal.SIGKILL)              # and the processes that it has started
+        process = self.process
+        self.process = None
+        if process:
+            os.killpg(process.pid, signal.SIGKILL)              # with the processes that it has started
             return process.wait()
 
 
-def serve(descriptor):
-    """Answer the messages of the UserProcess that has started this process, until it has gone."""
+def answer_calls(descriptor):
+    """Answer the calls of the UserProcess that has started this process, until that has gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
     make_lenient()

@@ -5,7 +5,7 @@ between them what an environment or an agent says. No token is ever encoded a se
 episodes.py and endpoint.py play conversations. A script of your own may do so as well, with any engine:
 
     conversation = Conversation(request, template)
-    answer = ...                                            # what an engine samples for conversation.request(1)
+    answer = ...                        # what an engine samples for conversation.request(1)
     conversation.add_turn(answer, {"role": "assistant", "content": "Is it 7?"})
     fits = conversation.add_reply([{"role": "user", "content": "It is higher."}])
 """

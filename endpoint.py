@@ -68,7 +68,7 @@ async def handle(request):
         # A request is read only if it has a key, because it takes memory.
         question = Question(Future(), await request.read())
         session.mail.put(question)
-        # If the session closes after this line, it finds the question; if it has closed, it may have missed it.
+        # A session that closes from here on finds the question. One that has closed may have missed it.
         if key in SESSIONS:
             return await asyncio.wrap_future(question.future)
     return refusal(401, "this key belongs to no episode that is being played")
@@ -92,7 +92,7 @@ class Question(NamedTuple):
 # the agent of one episode
 
 
-@dataclass(eq=False)
+@dataclass
 class AgentRow:
     """A row of tokens, from its prompt to one of the answers in it."""
     conversation: Conversation
@@ -142,12 +142,13 @@ class AgentSession:
         # This thread may never end. It holds the mail and not the session, so that the session can be freed.
         Thread(target=lambda: mail.put(outcome(solve)), daemon=True).start()
         try:
-            message = yield from episode.call(mail.get, timeout=timeout or None)
-            while isinstance(message, Question):
+            while True:
+                message = yield from episode.call(mail.get, timeout=timeout or None)
+                if not isinstance(message, Question):           # the agent has ended
+                    break
                 if not message.future.cancelled():
                     response = yield from self._response(message)
                     message.respond(response)
-                message = yield from episode.call(mail.get, timeout=timeout or None)
         except (Failed, TimeUp) as error:
             raise Failed(f"took more than call_timeout={timeout:g} seconds") from error
         finally:
@@ -178,8 +179,13 @@ class AgentSession:
             body = json.loads(question.body)
             check_fields(body)
             row = self._row_for(body)
-            answer = yield from self._sample(row, question)
-            if answer is None:
+            self.episode.asking = question
+            # The number of the turn counts the answers in all rows, so that no two have the same seed.
+            answer = yield row.conversation.request(self.answers + 1)
+            self.episode.asking = None
+            self.answers += 1
+            # From this call on the client cannot take its request back. False says that it has done so.
+            if not question.future.set_running_or_notify_cancel():
                 return None
             message = self._add_answer(row, answer)
             return self._completion(row, message, answer.finish_reason, body.get("stream"))
@@ -223,18 +229,6 @@ class AgentSession:
                 length = len(row.messages)
         return earlier
 
-    def _sample(self, row, question):
-        """Return the Answer that the engine samples, or None if the client has left in the meantime."""
-        self.episode.asking = question
-        # The number of the turn counts the answers in all rows, so that no two have the same seed.
-        answer = yield row.conversation.request(self.answers + 1)
-        self.episode.asking = None
-        self.answers += 1
-        # If this is True, the client can no longer take its request back.
-        if question.future.set_running_or_notify_cancel():
-            return answer
-        return None
-
     def _add_answer(self, row, answer):
         """Append an answer to its row, count it, and return it as a message.
 
@@ -245,13 +239,12 @@ class AgentSession:
         conversation = row.conversation
         text, message, calls = episode.player.read_turn(conversation, answer)
         problems = [problem for _, problem in calls if problem]
-        if problems:                            # a call that cannot be made stays a text
+        counts["calls"] += len(problems or calls)
+        counts["failures"] += len(problems)
+        if problems:                            # a turn with a call that cannot be made stays a text
             message = {"role": "assistant", "content": text}
-            counts["calls"] += len(problems)
-            counts["failures"] += len(problems)
         elif calls:
             message["tool_calls"] = [call for call, _ in calls]
-            counts["calls"] += len(calls)
         conversation.add_turn(answer, message)
         row.messages = row.messages + for_template([message])
         self.rows.append(row)

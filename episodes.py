@@ -123,10 +123,11 @@ class Episode:
     def _reset(self):
         """Reset an instance of the environment, and add the text that it returns to the prompt."""
         player = self.player
-        if not player.idle:
-            instance = yield from self.call(player.make)
-            player.open(instance)
-        self.instance = player.idle.pop()
+        if player.idle:
+            self.instance = player.idle.pop()
+        else:
+            self.instance = yield from self.call(player.make)
+            player.opened[id(self.instance)] = self.instance
         reset = self.instance.reset
         # Both functions take one value, because they log for one episode.
         log_metric = logging_into([self.extra])["log_metric"]
@@ -219,7 +220,7 @@ class Episode:
         self.counts["problem"] = problem
         self.finish_reason = "timeout" if late and turn else "error"
         # An instance that may still be at work, or whose reset failed, plays no other episode.
-        if self.instance is not None and (late or not turn):
+        if late or not turn:
             self.player.discard(self.instance)
 
     def _rollout(self):
@@ -330,7 +331,8 @@ class Player:
         os.chdir(STARTED_IN)                        # the class may have left this folder; data.py needs it
         if error:
             raise ValueError(f"{self.key}: {self.name}() {error}")
-        self.open(instance)
+        self.opened[id(instance)] = instance
+        self.idle.append(instance)
         for name, static in inspect.getmembers_static(instance):
             # A property is not read, because this may fail before the first reset.
             if not name.startswith("_") and not isinstance(static, (property, cached_property)):
@@ -351,7 +353,7 @@ class Player:
             raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls")
 
     def _find_tools(self, functions, no_tools):
-        """Set tools: the functions, and as in TRL all bound methods except those with the names `no_tools`."""
+        """Set tools: the functions, and as in TRL all bound methods whose names are not among no_tools."""
         names = [name for name in self.methods if name not in no_tools]
         tools = functions + [self.methods[name] for name in names]
         tool_names = [name_of(tool) for tool in tools]
@@ -364,13 +366,9 @@ class Player:
             raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
                              f"arguments: {shown(error)}") from error
 
-    def open(self, instance):
-        self.opened[id(instance)] = instance
-        self.idle.append(instance)
-
     def discard(self, instance):
-        """Close an instance in a thread, by close() or else by release(). Return a Future."""
-        del self.opened[id(instance)]
+        """Close an instance, or None, in a thread by close() or else by release(). Return a Future."""
+        self.opened.pop(id(instance), None)
         return in_thread(partial(outcome, getattr(instance, self.closer, object)))
 
     def close(self):
@@ -387,7 +385,7 @@ class Player:
         return prompt
 
     def read_turn(self, conversation, answer):
-        """Return the text of an Answer to a conversation, the same as a message, and the calls of tools in it.
+        """Return an Answer to a conversation as a text and as a message, and the calls of tools in it.
 
         The calls are as Template.read returns them. An answer that was cut off has none.
         """
@@ -482,7 +480,7 @@ class OpenEpisodes:
         self.groups = {}
 
     def add(self, key, jobs):
-        """Add a group of episodes, one for each job: a row of the data set, and the Request for the first turn.
+        """Add a group of episodes, one for each job: a pair of a row and the Request for the first turn.
 
         key: the key under which step returns the group's Rollouts when all of its episodes have ended.
         """
@@ -503,23 +501,20 @@ class OpenEpisodes:
         """
         engine = self.engine
         if engine.signalled:
-            interrupted = self.groups
-            self.groups = {}
-            return {key: [] for key in interrupted}
+            interrupted = {key: [] for key in self.groups}
+            self.groups.clear()
+            return interrupted
         # No more episodes are played at a time than there may be instances.
         while self.waiting and len(self.playing) < (self.settings.max_environments or math.inf):
             number, job = self.waiting.pop(0)
             episode = Episode(self.player, *job)
             self.playing[number] = episode, episode.play()
             self._go_on(number)
-        # An episode that waits for no call waits for the engine.
-        engine_is_asked = len(self.playing) > len(self.calls) and not engine.signalled
         engine.abort([number for number, (episode, _) in self.playing.items() if episode.abandoned])
-        if engine_is_asked:
+        # An episode that waits for no call waits for the engine.
+        if len(self.playing) > len(self.calls) and not engine.signalled:
             self._step_engine()
-        patience = None
-        if len(self.playing) > len(self.calls):
-            patience = 0
+        patience = 0 if len(self.playing) > len(self.calls) else None
         for call in wait(self.calls, patience, FIRST_COMPLETED).done:
             self._go_on(self.calls.pop(call), call.result())
         complete = [key for key, numbers in self.groups.items() if self.rollouts.keys() >= {*numbers}]
@@ -529,7 +524,7 @@ class OpenEpisodes:
         """Give up all episodes that have not ended, and the groups that are not complete."""
         for number, (episode, play) in self.playing.items():
             # An instance that is still at work plays no other episode.
-            if number in self.calls.values() and id(episode.instance) in self.player.opened:
+            if number in self.calls.values():
                 self.player.discard(episode.instance)
             play.close()
         unanswered = self.playing.keys() & self.engine.versions.keys()

@@ -5,7 +5,7 @@ Groups of completions that outlast a step, for a script that does not wait for t
     sample = InFlightSampler(settings, tokenizer, player, engine)       # in the place of rollout.Sampler
     sample.begin(prompts, n, names)     begins a group of n completions for each prompt
     sample.until(count)                 samples until that many groups are complete, and returns them
-    sample.abort()                      gives up the others; without it they go on in the next step
+    sample.abort()                      gives up the other groups, which otherwise go on in the next step
 
 Each rank plays its share of the prompts. The ranks take the steps of their engines together, so that they
 agree on which groups were complete first, and on a CPU a run repeats. A call of `sample`, for example by an
@@ -22,17 +22,20 @@ from runtime import distributed
 class InFlightSampler(Sampler):
     """A Sampler whose groups may be incomplete when a step ends. begin, until and abort are collectives.
 
-    open: {name: data.Prompt} of the groups that were begun and neither returned nor given up, on all ranks.
-    complete: the names of those that are complete, in the order of completion. rollouts: {name: Rollouts} of
-    those on this rank.
+    open       {name: data.Prompt} of the groups of all ranks that were begun and neither returned nor given up
+    complete   the names of the open groups that are complete, in the order of completion
+    rollouts   {name: Rollouts} of the complete groups of this rank
+    episodes   the OpenEpisodes of this rank
     """
 
     def __init__(self, settings, tokenizer, player, engine):
         if settings.vllm_tensor_parallel_size > 1:
             raise ValueError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
         super().__init__(settings, tokenizer, player, engine)
-        self.table = OpenEpisodes(player, engine)
-        self.open, self.complete, self.rollouts = {}, [], {}
+        self.episodes = OpenEpisodes(player, engine)
+        self.open = {}
+        self.complete = []
+        self.rollouts = {}
 
     def begin(self, prompts, n, names, temperature=None, length=None):
         """Begin a group of n completions for each data.Prompt; all ranks get the same prompts.
@@ -42,25 +45,25 @@ class InFlightSampler(Sampler):
         self.open |= zip(names, prompts)
         seeds, sampling = self.requested(names, temperature, length)
         for i in range(dist.get_rank(), len(prompts), dist.get_world_size()):
-            self.table.add(names[i], jobs_for([prompts[i]], n, [seeds[i]], *sampling))
+            self.episodes.add(names[i], jobs_for([prompts[i]], n, [seeds[i]], *sampling))
 
     def until(self, count):
-        """Sample until `count` groups are complete, over all ranks; return those of this rank.
+        """Sample until `count` groups are complete, on all ranks together; return the Rollouts of this rank.
 
-        These are the first ones; of those that the same step of the engines completed, those that were begun
-        first. Returned are Rollouts, adjacent for each group. Does not return if a signal has come. Raises
-        ValueError if fewer groups are open.
+        The groups that were complete first are returned. Where the same step of the engines completed several,
+        the one that was begun first comes first. The Rollouts of a group are adjacent. Does not return if a
+        signal has come. Raises ValueError if fewer groups are open.
         """
         if count > len(self.open):
             raise ValueError(f"until({count}): only {len(self.open)} groups are open")
         while len(self.complete) < count:
-            self.rollouts |= self.table.step()
+            self.rollouts |= self.episodes.step()
             self.engine.stop()
             new = {*distributed.gathered([*self.rollouts])} - {*self.complete}
             self.complete += [name for name in self.open if name in new]
         returned = []
         for name in self.complete[:count]:
-            returned += self.rollouts.pop(name, [])             # nothing for a group of another rank
+            returned += self.rollouts.pop(name, [])             # another rank has the Rollouts of its groups
             del self.open[name]
         del self.complete[:count]
         self.engine.serve([], list)                             # without requests the engine may sleep
@@ -68,7 +71,8 @@ class InFlightSampler(Sampler):
 
     def abort(self):
         """Give up all open groups. Does not return if a signal has come."""
-        self.table.abort()
-        self.engine.stop()                                      # which may have left requests unanswered
-        self.open, self.complete, self.rollouts = {}, [], {}
+        self.episodes.abort()
+        self.engine.stop()                                      # a signal may have left requests unanswered
+        for collection in (self.open, self.complete, self.rollouts):
+            collection.clear()
         self.engine.serve([], list)

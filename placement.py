@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import zlib
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,100 +40,131 @@ SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_tu
 class Bridge:
     """The role of this rank, and its end of the bridge.
 
-    settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
-    are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
-    weights that has arrived. sampled: {(kind, number): Rollouts of all engines}, which the trainers have not
-    taken yet. For runtime.run the bridge is the trainers' engine: it has the attributes name, naming and
-    allocated, load_weights and close.
+    settings          what configure returned
+    engines           how many engines there are
+    ranks_per_engine  how many ranks each of them has
+    name, naming      those of an engine: for runtime.run the bridge is the trainers' engine, which has these
+                      two, allocated, load_weights and close
+    received          {(engine, key): the Rollouts of this engine}, which wait for those of other engines
+    sampled           {key: the Rollouts of all engines}, which the trainers have not taken yet; a key is a
+                      pair (kind, number). A script that resumes adds what kept_ahead returns.
+
+    join() sets these:
+    trains            whether this rank is a trainer
+    speaks            whether it is the first trainer, which speaks for all of them
+    engine            the number of this rank's engine, from 0
+    gloo, wire        process groups of the ranks on the bridge; the wire carries weights, on `device`
+    arrived           a queue with what the engine has been told and has not read: how the run begins, then
+                      pairs (version, named tensors)
+    newest            the last version of the weights that has arrived
+    sent              pairs (transfer, tensor) of what the engine has sent, the oldest first
     """
     allocated = 0
 
     def __init__(self, settings):
-        self.settings, self.sampled, self.ranks_per_engine = settings, {}, settings.vllm_tensor_parallel_size
+        self.settings = settings
+        self.ranks_per_engine = settings.vllm_tensor_parallel_size
         self.engines = settings.rollout_ranks // self.ranks_per_engine
-        self.boxes = [{} for _ in range(self.engines)]          # what each has sent and nobody has taken
         kind = rollout.engine_class(settings.engine)
-        self.name, self.naming = f"{kind.name}, {self.engines} apart", kind.naming
+        self.name = f"{kind.name}, {self.engines} apart"
+        self.naming = kind.naming
+        self.received = {}
+        self.sampled = {}
 
     def join(self):
         """Take the role of this rank; return the group that set_up joins. A collective of all ranks."""
         distributed.watchdog.limit(self.settings.timeout)       # some ranks may never join
         store, number, world_size = next(dist.rendezvous("env://"))
         trainers = world_size - self.settings.rollout_ranks
-        self.trains, self.speaks = number < trainers, number == 0
-        self.engine, rank = divmod(number - trainers, self.ranks_per_engine)
-        role, size = f"engine{self.engine}", self.ranks_per_engine
+        self.trains = number < trainers
+        self.speaks = number == 0
         if self.trains:
             role, rank, size = "trainer", number, trainers
+        else:
+            self.engine, rank = divmod(number - trainers, self.ranks_per_engine)
+            role, size = f"engine{self.engine}", self.ranks_per_engine
         # From here on these describe the role. vLLM reads them.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role)
-        if gpus := torch.cuda.device_count():
-            os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
-        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process
-        # that comes to it was refused.
+        gpus = torch.cuda.device_count()
+        if gpus:                                                # roles may share a GPU
+            os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
+        # If a rank is refused, its process ends here. The interpreter's own end would wait for threads of
+        # PyTorch, and these wait for other ranks.
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
-            # The first trainer has place 0, and the ranks of engines have the places from 1 on.
+            # On the bridge the first trainer has rank 0, and the ranks of engines follow.
             place = max(0, number - trainers + 1), 1 + self.settings.rollout_ranks
+            self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), *place, FOREVER)
+            self.wire = self.gloo
             self.device = torch.device("cpu")
-            self.gloo = self.wire = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), *place, FOREVER)
-            # For weights; but NCCL cannot connect two processes on one GPU.
+            # NCCL is for weights, but it cannot connect two processes on one GPU.
             if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 self.wire = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), *place, FOREVER)
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if not self.trains:
-            # heard: first how the run begins, then (version, tensors) of each weight sync.
-            self.heard, self.newest, self.sent = queue.SimpleQueue(), -1, []
+            self.arrived = queue.SimpleQueue()
+            self.newest = -1
+            self.sent = []
             threading.Thread(target=self._listen, daemon=True).start()
         return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
 
     # ------------------------------------------------------------ the trainers' end
 
-    def tell(self, words):
-        """Send all engines an object: how the run begins, or which weights follow."""
+    def tell(self, message):
+        """Send all engines an object. The first one says how the run begins, and _listen reads the others."""
         if self.speaks:
-            for tensor in packed(words):
+            for tensor in as_tensors(message):
                 self.gloo.broadcast(tensor, 0).wait(FOREVER)
 
     def load_weights(self, named_tensors, version):
         """Send all engines the tensors that weights.engine_weights yields. A collective of the trainers."""
         named_tensors = iter(named_tensors)
-        while some := dict(itertools.islice(named_tensors, TOGETHER)):
+        chunk = dict(itertools.islice(named_tensors, TOGETHER))
+        while chunk:
             if self.speaks:
-                flat = torch.cat([tensor.reshape(-1) for tensor in some.values()]).to(self.device)
-                self.tell((version, {name: tensor.shape for name, tensor in some.items()}, flat.dtype))
+                flat = torch.cat([tensor.reshape(-1) for tensor in chunk.values()]).to(self.device)
+                shapes = {name: tensor.shape for name, tensor in chunk.items()}
+                self.tell(("tensors", shapes, flat.dtype))
                 self.wire.broadcast(flat, 0).wait(FOREVER)
-        self.tell((version, {}, None))                          # these weights are complete
+            chunk = dict(itertools.islice(named_tensors, TOGETHER))
+        self.tell(("complete", version))
+
+    def close(self):
+        """End the engines, because the run is over."""
+        self.tell(("end",))
 
     def take(self, kind, number, prompts=()):
         """Return the Rollouts that all engines sampled under this kind and number, with their rows.
 
         prompts: the data.Prompts that were sampled for, in this order. A collective of the trainers.
         """
-        rollouts = distributed.from_master(self._complete((kind, number)) if self.speaks else None)
-        self.sampled.pop((kind, number), None)
+        key = kind, number
+        rollouts = distributed.from_master(self._complete(key) if self.speaks else None)
+        self.sampled.pop(key, None)
         for i, r in enumerate(rollouts):
             r.row = prompts[i * len(prompts) // len(rollouts)].row | r.row
         return rollouts
 
     def ahead(self, steps):
         """Return what is sampled for these steps, as soon as it is, for run.state and run.arrays."""
-        found = [self._complete(("step", step)) for step in steps] if self.speaks else []
-        return [*steps], rollout.as_arrays(sum(found, []))
+        rollouts = []
+        if self.speaks:
+            for step in steps:
+                rollouts += self._complete(("step", step))
+        return [*steps], rollout.as_arrays(rollouts)
 
     def _complete(self, key):
-        # Waits until all engines have sent what they sampled under this key, and joins it.
+        """Return what all engines sampled under a key, as soon as they have sent it."""
         if key not in self.sampled:
-            for e, box in enumerate(self.boxes):
-                first = 1 + e * self.ranks_per_engine           # the place of its first rank
-                while key not in box:
-                    box |= [unpacked(lambda tensor: self.gloo.recv([tensor], first, 0))]
-            self.sampled[key] = sum((box.pop(key) for box in self.boxes), [])
+            rollouts = []
+            for engine in range(self.engines):
+                first_rank = 1 + engine * self.ranks_per_engine         # on the bridge
+                while (engine, key) not in self.received:
+                    next_key, next_rollouts = receive(partial(self.gloo.recv, srcRank=first_rank, tag=0))
+                    self.received[engine, next_key] = next_rollouts
+                rollouts += self.received.pop((engine, key))
+            self.sampled[key] = rollouts
         return self.sampled[key]
-
-    def close(self):
-        """End the engines, because the run is over."""
-        self.tell(None)
 
     # ------------------------------------------------------------ the engines' end
 
@@ -140,83 +172,109 @@ class Bridge:
         """Return how the trainers say that the run begins. From now on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):            # torchrun passes a signal on to all ranks
             signal.signal(name, signal.SIG_IGN)
-        return self.heard.get()
+        return self.arrived.get()
 
     def send(self, kind, number, rollouts):
         """Send rollouts to the trainers, who may take them much later."""
         # A tensor stays here until it has gone. The trainers take everything in order, and no engine is more
         # than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
-        for tensor in packed(((kind, number), rollouts)):
+        for tensor in as_tensors(((kind, number), rollouts)):
             self.sent.append((self.gloo.send([tensor], 0, 0), tensor))
         while len(self.sent) > 2 * (self.settings.max_staleness + 4):
-            self.sent.pop(0)[0].wait(FOREVER)
+            transfer, _ = self.sent.pop(0)
+            transfer.wait(FOREVER)
 
     def weights(self, version):
         """Return the named tensors of a version as soon as they are here. Older versions are dropped."""
         distributed.watchdog.moved(f"engine {self.engine}, before the weights of step {version}")
-        found = -1
-        while found < version:
-            found, tensors = self.heard.get()
-        return tensors
+        arrived = -1
+        while arrived < version:
+            arrived, named_tensors = self.arrived.get()
+        return named_tensors
 
     def _listen(self):
-        # Takes weights into host memory while the engine works, and ends this process with the run.
+        """Take weights into host memory while the engine works. At the end of the run, end this process."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        hear, tensors = lambda: unpacked(lambda tensor: self.gloo.broadcast(tensor, 0)), []
+        hear = partial(receive, self.gloo.broadcast)            # from rank 0, which is the first trainer
+        named_tensors = []
         try:
-            self.heard.put(hear())
-            while words := hear():
-                version, shapes, dtype = words
-                if not shapes:                                  # these weights are complete
-                    self.heard.put((version, tensors))
-                    self.newest, tensors = version, []
-                    continue
-                sizes = [shape.numel() for shape in shapes.values()]
-                flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-                self.wire.broadcast(flat, 0).wait(FOREVER)
-                tensors += [(name, piece.view(shapes[name]))
-                            for name, piece in zip(shapes, flat.cpu().split(sizes))]
+            self.arrived.put(hear())
+            kind, *details = hear()
+            while kind != "end":
+                if kind == "tensors":
+                    shapes, dtype = details
+                    sizes = [shape.numel() for shape in shapes.values()]
+                    flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+                    self.wire.broadcast(flat, 0).wait(FOREVER)
+                    named_tensors += [(name, piece.view(shapes[name]))
+                                      for name, piece in zip(shapes, flat.cpu().split(sizes))]
+                else:                                           # the weights of this version are complete
+                    [version] = details
+                    self.arrived.put((version, named_tensors))
+                    self.newest = version
+                    named_tensors = []
+                kind, *details = hear()
         except RuntimeError:                                    # the first trainer has ended
             sys.excepthook(*sys.exc_info())
             distributed.end(1)
         distributed.end(0)
 
 
-def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, position, kept):
+def as_tensors(message):
+    """Return an object as two tensors: the number of its bytes, and the bytes."""
+    content = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+    return torch.tensor([len(content)]), content
+
+
+def receive(transfer):
+    """Return an object that was sent by as_tensors; transfer([tensor]) begins to receive a tensor."""
+    size = torch.empty(1, dtype=torch.int64)
+    transfer([size]).wait(FOREVER)
+    content = torch.empty(size.item(), dtype=torch.uint8)
+    transfer([content]).wait(FOREVER)
+    return pickle.loads(content.numpy())
+
+
+def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, version, position, sampled):
     """Do an engine's work until the run is over: sample, score, send, and take the next weights.
 
-    s: a script's settings. table: an episodes.Table with the engine. version: that of the weights which the
-    engine has, and the step to begin with, whose prompts are drawn from position on. kept: the keys of what
-    the trainers have already.
+    s: a script's settings. open_episodes: the episodes.OpenEpisodes of the engine. version: the version of
+    the engine's weights, which is also the number of the step to begin with. position: where the drawing of
+    this step's prompts begins. sampled: the keys of what the trainers have already.
     """
-    eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
-    number, jobs = version, {}                                  # {key: jobs of table}
+    # The versions that begin with an evaluation, which is also sampled with them.
+    eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}
+    number = version                                            # of the next step to sample for
+    jobs = {}                                                   # {key: the jobs that are being played}
 
     def begin(key, name, prompts, n):
-        # n adjacent completions for each of this engine's prompts. Their seeds do not depend on the number of
-        # engines.
-        first, end = (e * len(prompts) // bridge.engines for e in (bridge.engine, bridge.engine + 1))
+        """Begin n adjacent completions for each of this engine's prompts."""
+        first = bridge.engine * len(prompts) // bridge.engines
+        end = (bridge.engine + 1) * len(prompts) // bridge.engines
+        # A seed depends on the place of its prompt, whatever the number of engines is.
         seeds = [zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in range(first, end)]
         jobs[key] = jobs_for(prompts[first:end], n, seeds, s.max_completion_length, s.temperature)
-        table.add(key, jobs[key])
+        open_episodes.add(key, jobs[key])
 
     def advance():
-        # Takes one step of the engine, then scores and sends what is complete.
-        distributed.watchdog.moved(f"engine {bridge.engine}, which samples for {[*table.groups]}")
-        for key, rollouts in table.step().items():
+        """Take one step of the engine, then score and send what is complete."""
+        distributed.watchdog.moved(f"engine {bridge.engine}, which samples for {[*open_episodes.groups]}")
+        for key, rollouts in open_episodes.step().items():
             scorer(rollouts)
             # The trainers have the rows. They get only what an environment's reset has changed in them.
             for r, (row, _) in zip(rollouts, jobs.pop(key)):
                 r.row = {name: value for name, value in r.row.items() if value is not row[name]}
             bridge.send(*key, rollouts)
 
+    engine = open_episodes.engine
     if s.lora_rank and version:                                 # the engine was loaded with the base model
-        table.engine.switch(version)
+        engine.switch(version)
     while True:
         if version in eval_steps:
-            begin(("eval", version), "eval", eval_set, s.eval_samples)
-            while ("eval", version) in table.groups:
+            key = "eval", version
+            begin(key, "eval", eval_set, s.eval_samples)
+            while key in open_episodes.groups:
                 advance()
         if version == s.max_steps:
             distributed.watchdog.limit(0)
@@ -224,48 +282,38 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
         while not (s.in_flight and bridge.newest > version):
             # The schedule says which steps these weights may sample for. train_async.save relies on it.
             while number <= version + s.max_staleness and number < s.max_steps:
-                picked, position = train_set.draw(position, s.prompts_per_step, s.seed)
-                if ("step", number) not in kept:
-                    begin(("step", number), number, picked, s.num_generations)
+                prompts, position = train_set.draw(position, s.prompts_per_step, s.seed)
+                if ("step", number) not in sampled:
+                    begin(("step", number), number, prompts, s.num_generations)
                 number += 1
-            if not table.groups:
+            if not open_episodes.groups:
                 break
             advance()
         version += 1
-        while s.in_flight and version not in eval_steps and bridge.newest > version:
-            version += 1                                        # an engine that is late takes the newest
-        table.engine.switch(version)                            # waits for these weights
-
-
-def packed(words):
-    # Returns an object as two tensors: its size in bytes, and the bytes.
-    data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
-    return torch.tensor([len(data)]), data
-
-
-def unpacked(receive):
-    # Returns the object of two such tensors, which receive(tensor) begins to receive.
-    size = torch.empty(1, dtype=torch.int64)
-    receive(size).wait(FOREVER)
-    data = torch.empty(size.item(), dtype=torch.uint8)
-    receive(data).wait(FOREVER)
-    return pickle.loads(data.numpy())
+        if s.in_flight:
+            # An engine that is late takes the newest weights, but leaves out no evaluation.
+            while version not in eval_steps and bridge.newest > version:
+                version += 1
+        engine.switch(version)                                  # waits for these weights
 
 
 def kept_ahead(run, settings):
     """Return what a resumed run has for bridge.sampled, if it was sampled with the same settings."""
-    kept, before = run.state["ahead"], run.state["settings"]
-    if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
+    steps = run.state["ahead"]
+    settings_before = run.state["settings"]
+    same = all(settings_before.get(key) == getattr(settings, key) for key in SAMPLED_WITH)
+    if not (steps and same):
         return {}
     rollouts = rollout.from_arrays(run.arrays)
-    N = len(rollouts) // len(kept)
-    return {("step", step): rollouts[i * N:(i + 1) * N] for i, step in enumerate(kept)}
+    N = len(rollouts) // len(steps)
+    return {("step", step): rollouts[i * N:(i + 1) * N] for i, step in enumerate(steps)}
 
 
 def staleness(rollouts, step):
     """Return by how many steps the policy of `step` is ahead of those that sampled its tokens, for a log."""
-    ages = []                                                   # of each sampled token
+    ages = []                                                   # one number for each sampled token
     for r in rollouts:
         starts, versions = np.array(r.versions).T
-        ages += np.repeat(step - versions, np.diff(starts, append=len(r.logprobs))).tolist()
+        lengths = np.diff(starts, append=len(r.logprobs))
+        ages += np.repeat(step - versions, lengths).tolist()
     return {"async/staleness/mean": sum(ages) / len(ages), "async/staleness/max": max(ages)}

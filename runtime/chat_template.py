@@ -18,9 +18,9 @@ from runtime.check_model import reading
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.
 CUT = "\ue000\uf8ff\ue001\uf8fe"
-# A template is tried with a turn of the policy that has a thought. {the tag with which the template ends a
-# thought: the turn}. With tools, Gemma 4's template writes the content of a turn after the result of its call,
-# and the thought before the call.
+# A template is tried with a turn of the policy that has a thought. The keys are the tags with which templates
+# end a thought. With tools, Gemma 4's template writes what a turn says after the result of its call, and what
+# it thinks before the call.
 THOUGHTFUL = {"</think>": {"content": "<think>\nwhy\n</think>\n\nbecause"},
               "<channel|>": {"content": "<|channel>thought\nwhy\n<channel|>because"}}
 THOUGHTFUL_WITH_TOOLS = THOUGHTFUL | {"<channel|>": {"content": "", "reasoning_content": "why"}}
@@ -65,7 +65,7 @@ class Template:
         with reading(f"with the chat template {messages!r:.500}"):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask,
                                                       tools=self.tools)
-        # The texts before and after a CUT are encoded one by one, so some tokenizers put a space between them.
+        # The texts before and after a CUT are encoded one by one, and some tokenizers put a space between.
         return sum(self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids, [])
 
     def between(self, turn, reply):
@@ -154,7 +154,8 @@ class Template:
     def _until_end(self, names):
         """Return a question and a turn that calls these tools, as messages and as ids.
 
-        The ids are those of the question, up to where the turn begins, and those of the turn to its end token.
+        The ids are those of the question, up to where the turn begins, and those of the turn up to its end
+        token, which is included.
         """
         messages = [{"role": "user", "content": "?"}, turn_of(self.sample_turn, names)]
         begin = len(self.opening(messages[:1]))
@@ -189,7 +190,7 @@ def broken_up(text, tokenizer, control_ids, mark):
     """
     text = text.encode(errors="replace").decode()
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # The offsets are needed because a tokenizer that normalises makes a control token of other characters too.
+    # A tokenizer that normalises makes a control token of other characters as well, so the offsets count.
     cuts = [(start + end) // 2 for token, (start, end) in zip(encoded.input_ids, encoded.offset_mapping)
             if token in control_ids and end - start > 1]
     if not cuts:
@@ -213,11 +214,9 @@ def result_of(value):
 
 def text_in(content):
     """Return the content of a message as the policy reads it: blocks of text are joined, as in TRL."""
-    if isinstance(content, list) and content:
-        texts = [block["text"] for block in content
-                 if isinstance(block, dict) and block.get("type") == "text" and "text" in block]
-        if len(texts) == len(content):
-            return "".join(map(str, texts))
+    with contextlib.suppress(TypeError, KeyError):              # the content has another form
+        if {block["type"] for block in content} == {"text"}:
+            return "".join(str(block["text"]) for block in content)
     return str(content)
 
 

@@ -311,7 +311,7 @@ def test_what_is_aborted_leaves_nothing_behind(vllm):
     sample.begin(prompts(3), 2, [*"xyz"], length=40)
     with pytest.raises(ValueError, match=r"until\(4\): only 3 groups are open"):
         sample.until(4)
-    sample.table.step()
+    sample.episodes.step()
     sample.abort()
     assert not (sample.open or vllm.versions or vllm.tables or vllm.so_far() or vllm.added)
     vllm.in_flight = False

@@ -1,20 +1,24 @@
 """
-Rollout: prompts in, sampled tokens and their logprobs out. Both engines have these methods, and the
-attributes name, naming (see weights.engine_weights) and allocated (bytes):
+Prompts in, sampled tokens and their logprobs out.
+
+A Rollout is a prompt and what the policy generated for it. A Sampler makes them, with one of two engines:
+VLLMEngine, or HFEngine, which is plain PyTorch. Both engines have the attributes name, naming (see
+weights.engine_weights) and allocated (the bytes that PyTorch counts for the engine), and these methods:
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
     abort(names)                    ends requests whose Answers nobody waits for
     load_weights(tensors, version)  loads these weights for the next steps
-    switch(version)                 loads those of a version that `incoming` returns
+    switch(version)                 loads the weights of a version that `incoming` returns
+    generate(prompts, ...)          calls add and step until all prompts are answered
 
-generate() calls these in a loop. episodes.py adds requests while others are still being answered. With
-in_flight, weights may change in between.
+episodes.py calls add and step itself, because it adds requests while others are still being answered. With
+in_flight=True, weights may change in the middle of requests.
 
 The trainer gets the tokens as they were sampled; they are never decoded and encoded again. The logprobs, in
-nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
-has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU the batch may change
-how logits are rounded, and with that a token.
+nats, belong to the distribution that was sampled from, after temperature, top_p and top_k. Each request has
+its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU the batch may change how
+logits are rounded, and with that a token.
 """
 import gc
 import importlib.util
@@ -41,26 +45,26 @@ from runtime.logprobs import head_logits
 from runtime.user_code import json_text
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 
-# Fields of a Rollout that JSON may change: from_arrays restores two of them, and the others are users' data.
-LOOSE = "rewards", "versions", "row", "completion"
+# JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
+CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
 
 
 @dataclass
 class Rollout:
     """A prompt and what the policy generated: all tokens of the row, and which of them it sampled."""
-    ids: np.ndarray          # int32 [L]: the prompt, then what was sampled and what was inserted, in order
+    ids: np.ndarray          # int32 [L]: the prompt, then sampled and inserted tokens in their order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32 [C]: the engine's logprob of each sampled token
     finish_reason: str       # stop: it ended by itself; length: it was cut off; for others see episodes.py
     row: dict = None         # the row of the data set that it answers
-    completion: object = ""  # what follows the prompt: a string, or messages where the prompt is messages
+    completion: object = ""  # the text after the prompt, or messages if the prompt consists of messages
     score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
     answered: object = None  # whether it has a final answer; None if nobody knows, or its row has none
     rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
     counts: dict = field(default_factory=dict)  # an episode's tool calls, failures and environment time
-    extra: dict = field(default_factory=dict)   # what a reward or an environment logged for it, by name
+    extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
 
@@ -68,16 +72,25 @@ class Rollout:
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
         """Return the Rollout of one completion, given as lists."""
         ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
-        return cls(ids, np.array([[len(prompt_ids), len(ids)]], dtype=np.int32),
-                   np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
+        spans = np.array([[len(prompt_ids), len(ids)]], dtype=np.int32)
+        return cls(ids, spans, np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
 
-    prompt_ids = property(lambda self: self.ids[:self.spans[0, 0]])
-    sampled_by = property(lambda self: {version for _, version in self.versions})
-    sampled_ids = property(lambda self: np.concatenate([self.ids[start:end] for start, end in self.spans]))
+    @property
+    def prompt_ids(self):
+        return self.ids[:self.spans[0, 0]]
+
+    @property
+    def sampled_ids(self):
+        return np.concatenate([self.ids[start:end] for start, end in self.spans])
+
+    @property
+    def sampled_by(self):
+        """The versions of the weights that sampled its tokens, as a set."""
+        return {version for _, version in self.versions}
 
 
 class Request(NamedTuple):
-    """What an engine needs to continue a row of tokens."""
+    """A row of tokens that an engine should continue, and how."""
     name: int                # unique among the requests that are not answered yet
     ids: list                # the row
     seed: int
@@ -86,9 +99,13 @@ class Request(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0           # 0 samples from all tokens
 
+    @property
+    def sampling(self):
+        return self.temperature, self.top_p, self.top_k
+
 
 class Answer(NamedTuple):
-    """What an engine sampled for a Request."""
+    """The tokens that an engine sampled for a Request."""
     name: int                # the name of the Request
     ids: list                # the sampled tokens
     logprobs: list           # one per sampled token
@@ -97,53 +114,68 @@ class Answer(NamedTuple):
 
 
 def as_arrays(rollouts):
-    """Return Rollouts as {name: array}. Raises ValueError for a field, even one of your own, that is neither
-    an array of numbers, a number of NumPy nor what JSON holds. In rows and completions a date, say, becomes
-    text."""
-    arrays, rest = {}, []
+    """Return Rollouts as {name: array}, for a checkpoint.
+
+    Fields that you have added to a rollout are kept as well. Raises ValueError for a field that is neither an
+    array of numbers, nor a number of NumPy, nor a value that JSON holds. In rows and completions a date, say,
+    becomes text.
+    """
+    arrays, records = {}, []                # a record has the fields of a rollout that are no arrays
     for i, r in enumerate(rollouts):
-        fields = {**vars(r)}
+        record = {}
         for key, value in vars(r).items():
             if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":         # numbers
-                arrays[f"{i}.{key}"] = fields.pop(key)
-            elif key not in LOOSE:
-                json_text(f"the field {key} of a rollout", value)
-        rest.append(fields)
-    return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
+                arrays[f"{i}.{key}"] = value
+                continue
+            if key not in CHANGED_BY_JSON:
+                json_text(f"the field {key} of a rollout", value)       # raises if JSON would change it
+            record[key] = value
+        records.append(record)
+    text = json.dumps(records, default=str)
+    return arrays | {"rest": np.frombuffer(text.encode(), np.uint8)}
 
 
 def from_arrays(arrays):
-    """Return the Rollouts of which as_arrays made these arrays, or none if there are no arrays."""
+    """Return the Rollouts of which as_arrays made these arrays. Without arrays there are none."""
+    if not arrays:
+        return []
     rollouts = []
-    for fields in json.loads(arrays["rest"].tobytes()) if arrays else []:
-        fields["rewards"] = {int(t): reward for t, reward in fields["rewards"].items()}
-        fields["versions"] = tuple(map(tuple, fields["versions"]))
-        rollouts.append(Rollout.__new__(Rollout))
-        vars(rollouts[-1]).update(fields)
+    for record in json.loads(arrays["rest"].tobytes()):
+        r = Rollout.__new__(Rollout)        # its __init__ would refuse fields that you have added
+        vars(r).update(record)
+        r.rewards = {int(token): reward for token, reward in r.rewards.items()}
+        r.versions = tuple(map(tuple, r.versions))
+        rollouts.append(r)
     for name, array in arrays.items():
-        number, _, key = name.partition(".")
-        if key:
-            setattr(rollouts[int(number)], key, array[()])      # a number is an array without dimensions
+        if name != "rest":
+            i, key = name.split(".")
+            setattr(rollouts[int(i)], key, array[()])       # [()]: a number is an array without dimensions
     return rollouts
 
 
 def engine_class(engine):
     """Return the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf."""
     installed = importlib.util.find_spec("vllm") is not None
-    return VLLMEngine if engine == "vllm" or engine == "auto" and installed else HFEngine
+    if engine == "vllm" or (engine == "auto" and installed):
+        return VLLMEngine
+    return HFEngine
 
 
 def load_engine(s, model, dtype, max_length, eos_ids, apart=False):
-    """Return the engine of a script's settings, with a model from a folder or hub id. Raises ValueError if
-    it cannot run. apart: see VLLMEngine."""
-    return engine_class(s.engine)(model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
-                                  getattr(s, "vllm_tensor_parallel_size", 1), apart=apart,
-                                  in_flight=getattr(s, "in_flight", False))
+    """Return the engine of a script's settings, with a model from a folder or hub id.
+
+    max_length: the tokens of the longest row. eos_ids: the tokens that end an answer. apart: whether no
+    trainer uses this engine's device. Raises ValueError if the engine cannot run the model.
+    """
+    return engine_class(s.engine)(
+        model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
+        getattr(s, "vllm_tensor_parallel_size", 1), apart, getattr(s, "in_flight", False))
 
 
 def text_of(tokenizer, sampled, finish_reason):
     """Return the text of sampled ids, without the token that ended them and without padding at the end."""
-    sampled = sampled[:-1] if finish_reason == "stop" else sampled
+    if finish_reason == "stop":
+        sampled = sampled[:-1]
     while len(sampled) and sampled[-1] == tokenizer.pad_token_id:
         sampled = sampled[:-1]
     return tokenizer.decode(sampled)
@@ -152,30 +184,33 @@ def text_of(tokenizer, sampled, finish_reason):
 class Sampler:
     """Prompts in, rollouts out: single answers of an engine, or episodes that a Player plays.
 
-    settings: a script's. player: an episodes.Player. engine: what this file has.
+    settings: a script's. player: an episodes.Player. engine: a VLLMEngine or HFEngine.
     """
 
     def __init__(self, settings, tokenizer, player, engine):
-        self.settings, self.tokenizer, self.player, self.engine = settings, tokenizer, player, engine
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.player = player
+        self.engine = engine
 
     def __call__(self, prompts, n, names, temperature=None, length=None):
-        """Return n adjacent Rollouts per data.Prompt.
+        """Return n adjacent Rollouts per data.Prompt. If a signal has come, it ends the run instead.
 
-        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
-        h is a hash of its text, the same on any rank. temperature, length: by default those of the settings.
+        names: a different text for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
+        h is a hash of its text, the same on any rank. temperature, length: by default the settings'.
         """
-        self.engine.stop()                                      # does not return if a signal has come
+        self.engine.stop()                                      # ends the run if a signal has come
         seeds, sampling = self.requested(names, temperature, length)
-        # There is an environment, tools or an agent, or other requests are in flight.
+        # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
         if self.player.make or self.engine.versions:
             rollouts = self.player.play(self.engine, prompts, n, seeds, *sampling)
         else:
             rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, *sampling)
             for i, r in enumerate(rollouts):
                 r.row = prompts[i // n].row
-                text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
-                r.completion = text if isinstance(r.row["prompt"], str) else [
-                    {"role": "assistant", "content": text}]
+                r.completion = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
+                if not isinstance(r.row["prompt"], str):
+                    r.completion = [{"role": "assistant", "content": r.completion}]
         self.engine.stop()
         return rollouts
 
@@ -183,28 +218,30 @@ class Sampler:
         """Return a seed for each of the names, and max_tokens, temperature, top_p and top_k of a Request."""
         s = self.settings
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
-        return seeds, (
-            length or s.max_completion_length, s.temperature if temperature is None else temperature,
-            getattr(s, "top_p", 1.0), getattr(s, "top_k", 0))               # those of evaluate_model.py
+        if temperature is None:
+            temperature = s.temperature
+        # Only evaluate_model.py has the settings top_p and top_k.
+        top_p, top_k = getattr(s, "top_p", 1.0), getattr(s, "top_k", 0)
+        return seeds, (length or s.max_completion_length, temperature, top_p, top_k)
 
 
 class Engine:
-    """What both engines have in common.
-
-    version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
-    of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have. in_flight:
-    whether weights may change in the middle of requests. signalled: whether a signal has come, after which
-    sampling returns no rollouts; stop: ends the run if so; see Run. versions: {name of an unanswered request:
-    its versions, as in Rollout}. numbers: names for requests. tables: {name: the episodes.OpenEpisodes that asks}.
-    """
-    version, incoming, max_length, in_flight = 0, None, math.inf, False
-    signalled, stop = False, staticmethod(lambda: None)
+    """The part that both engines have in common."""
+    version = 0             # the version of the weights, as in Rollout
+    max_length = math.inf   # how many tokens a row may have
+    in_flight = False       # whether weights may change in the middle of requests
+    incoming = None         # a function that returns the named tensors of a version; train_async.py sets it
+    signalled = False       # whether a signal has come: then sampling returns nothing; runtime/run.py sets it
 
     def __init__(self):
-        self.added, self.versions, self.numbers, self.tables = [], {}, itertools.count(), {}
+        self.added = []                     # the Requests that step has not begun yet
+        self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
+        self.numbers = itertools.count()    # names for the requests of episodes
+        self.tables = {}                    # {name of such a request: the episodes.OpenEpisodes that added it}
 
     def add(self, request):
-        if (longest := len(request.ids) + request.max_tokens) > self.max_length:
+        longest = len(request.ids) + request.max_tokens
+        if longest > self.max_length:
             raise ValueError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
         self.added.append(request)
         self.versions[request.name] = {0: self.version}
@@ -223,20 +260,22 @@ class Engine:
             if not self.in_flight:
                 raise RuntimeError(f"the weights of version {version} come while {len(self.versions)} "
                                    "requests are unanswered: finish or abort these, or set in_flight=True")
-            so_far = self.so_far()
+            counts = self.sampled_counts()
             for name, versions in self.versions.items():
-                versions[so_far.get(name, 0)] = version
+                versions[counts.get(name, 0)] = version
         self.version = version
         self._load(named_tensors)
 
-    def so_far(self):
-        """Return {name of a request: how many tokens were sampled for it}, where there are any."""
+    def sampled_counts(self):
+        """Return {name: the number of tokens sampled so far} of the unanswered requests that have begun."""
         return {}
 
     def serve(self, jobs, play):
-        """Return play(jobs), a list with a result per job. play calls add and step.
+        """Return the results of this rank's jobs. play: a function that returns a list with a result per job,
+        and calls add and step for that.
 
-        If ranks share an engine, the first of them plays the jobs of all, and the others take the same steps.
+        If ranks share an engine, this is a collective: the first of them plays the jobs of all, the others
+        take the same steps of the engine, and each gets the results of its own jobs.
         """
         return play(jobs)
 
@@ -249,21 +288,36 @@ class Engine:
             raise RuntimeError("the run's engine is in the middle of a step and samples for nothing else: an "
                                "environment that samples needs a model, or a server, of its own")
 
-        def play(jobs):
-            for name, (prompt, seed) in enumerate(jobs):
-                self.add(Request(name, prompt, seed, max_tokens, temperature, top_p, top_k))
+        def play(requests):
+            for i, request in enumerate(requests):
+                self.add(request._replace(name=i))
             answers = {}
-            while len(answers) < len(jobs):
+            while len(answers) < len(requests):
                 answers |= {answer.name: answer for answer in self.step()}
                 if self.signalled:
                     return []
-            return [Rollout.single(prompt, *answers[name][1:]) for name, (prompt, _) in enumerate(jobs)]
+            rollouts = []
+            for i, request in enumerate(requests):
+                _, ids, logprobs, finish_reason, versions = answers[i]
+                rollouts.append(Rollout.single(request.ids, ids, logprobs, finish_reason, versions))
+            return rollouts
 
-        jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        return self.serve(jobs, play)
+        requests = []
+        for prompt, seed in zip(prompts, seeds):
+            for j in range(n):
+                requests.append(Request(None, prompt, seed + j, max_tokens, temperature, top_p, top_k))
+        return self.serve(requests, play)
+
+    def stop(self):
+        """End the run if a signal has come. runtime/run.py puts Run.stop in the place of this method."""
 
     def close(self):
-        """Do nothing: an engine ends with its process. Engines that are apart are told (placement.py)."""
+        """Do nothing, because this engine ends with its process. placement.py ends engines that are apart."""
+
+    def _answer(self, name, ids, logprobs, finish_reason):
+        # Closes a request. Ranks that only follow, in serve, keep no versions: nobody reads their Answers.
+        versions = tuple(self.versions.pop(name, {}).items())
+        return Answer(name, ids, logprobs, finish_reason, versions)
 
 
 class VLLMEngine(Engine):
@@ -273,171 +327,192 @@ class VLLMEngine(Engine):
     `apart`: on a device that no trainer uses.
     """
     name, naming = "vllm", "checkpoint"
+    PARTS = "weights", "kv_cache"               # of vLLM's memory, which can sleep
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  apart=False, in_flight=False):
         super().__init__()
-        self.cuda, self.apart, self.asleep = torch.cuda.is_available(), apart, set()
-        self.sleeps, self.in_flight = self.cuda and not apart, in_flight
-        self.eos_ids, self.aborted = eos_ids, []
-        before = torch.cuda.memory_allocated() if self.cuda else 0
+        self.eos_ids = eos_ids
+        self.apart = apart
+        self.in_flight = in_flight
+        self.cuda = torch.cuda.is_available()
+        self.sleeps = self.cuda and not apart
+        self.asleep = set()                     # the PARTS that sleep now
+        self.aborted = []                       # names of requests that the next step aborts
+        before = torch.cuda.memory_allocated()                  # 0 on a CPU
         try:
             self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size)
             from vllm.distributed import get_tp_group
-            self.group = get_tp_group()                        # the ranks that share this engine
+            self.group = get_tp_group()                         # the ranks that share this engine
             if not self.cuda:
                 # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
                 self.generate([[0] * min(8, max_length - 1)], 1, [0], 1, 1.0)
         except Exception as error:
             raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
                              f"{str(error) or repr(error):.300}") from error
-        # vLLM's Gemma 2 has no output head but its embedding, and refuses the weights of lm_head.
-        self.has_head = all(self.llm.apply_model(lambda model: any(
-            name.endswith("lm_head") for name, _ in model.named_modules())))
+        self.has_head = all(self.llm.apply_model(has_head))     # a value per rank of this engine
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
-        self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
+        self.allocated = torch.cuda.memory_allocated() - before
         self.max_length = max_length
         self._sleep()
 
     def _make(self, model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size):
-        # Returns a vllm.LLM.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine runs in this process
+        # Returns a vllm.LLM. vLLM reads these variables when it is imported.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"          # the engine runs in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if not self.cuda:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
-            share_the_machine()
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs and may fail to load
+        if not self.cuda:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")            # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")    # spares the trainer's threads
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")   # or the first generate compiles for 30 s
+            share_the_machine()
+            logging.getLogger("torch._library.triton").setLevel("ERROR")    # it warns of a missing Triton
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        # vLLM sets its own level after its first warning. PyTorch warns of a missing Triton even on a CPU.
+        # vLLM sets its own level only after its first warning.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
-        logging.getLogger("torch._library.triton").setLevel("WARNING" if self.cuda else "ERROR")
         import vllm
-        gc.freeze()                                            # vLLM collects garbage three times; see set_up
+        gc.freeze()                             # vLLM collects garbage three times; see distributed.set_up
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()
-        if not self.cuda:
+        if not self.cuda and (config.is_hybrid or config.is_attention_free):
             # The prefix cache cannot hold the states of recurrent layers unless prompts are read in chunks.
-            # It holds whole blocks, and the CPU build's default of 128 tokens is longer than most turns.
-            stateful = config.is_hybrid or config.is_attention_free
-            arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
+            arguments["enable_prefix_caching"] = False
+        elif not self.cuda:
+            # The prefix cache holds whole blocks, and the default of 128 tokens is longer than most turns.
+            arguments["block_size"] = 32
+        if self.apart or self.in_flight:
+            arguments["async_scheduling"] = False               # or the next step begins before a switch
+        if "RANK" in os.environ:
+            arguments["distributed_executor_backend"] = "external_launcher"
         llm = vllm.LLM(
             **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
             enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
-            # Otherwise the next step begins before a switch.
-            async_scheduling=False if self.apart or self.in_flight else None,
             hf_overrides={"head_dtype": "float32"},
             logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
-            enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
-            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+            enable_chunked_prefill=self.cuda)        # CPU: a split prompt breaks seeded requests
         compute_logits_in_float32(llm, head_logits)
         return llm
 
     def serve(self, jobs, play):
-        place, everyones, results = self.group.rank_in_group, [jobs] * self.group.world_size, None
-        if len(everyones) > 1:
-            dist.all_gather_object(everyones, jobs, group=self.group.cpu_group)
+        place = self.group.rank_in_group
+        jobs_of_ranks = [jobs] * self.group.world_size
+        if self.group.world_size > 1:
+            dist.all_gather_object(jobs_of_ranks, jobs, group=self.group.cpu_group)
+        results = None
         if place == 0:
-            results = play(sum(everyones, []))
-            self.group.broadcast_object(None)                  # ends the loop of the others
+            results = play(sum(jobs_of_ranks, []))
+            self.group.broadcast_object("all played")
         else:
-            while (message := self.group.broadcast_object()) is not None:
-                version, *requests = message
+            while True:
+                message = self.group.broadcast_object()         # a step that the first rank takes in play
+                if message == "all played":
+                    break
+                version, requests, aborted = message
                 if version != self.version:
                     self.switch(version)
-                self._step(*requests)
+                self._step(requests, aborted)
         results = self.group.broadcast_object(results)
-        before = sum(map(len, everyones[:place]))
         if not self.versions:                                   # no requests are left open
             self._sleep()
-        return results[before:before + len(jobs)]
+        first = sum(map(len, jobs_of_ranks[:place]))
+        return results[first:first + len(jobs)]
 
-    def so_far(self):
+    def sampled_counts(self):
         states = self.llm.llm_engine.output_processor.request_states.values()
         return {int(state.external_req_id): state.detokenizer.num_output_tokens() for state in states}
 
     def abort(self, names):
-        self.added = [request for request in self.added if request.name not in names]
         self.aborted += names
 
     def step(self):
         requests, aborted = self.added, self.aborted
         self.added, self.aborted = [], []
-        # The ranks that follow take the same step.
-        self.group.broadcast_object((self.version, requests, aborted))
+        self.group.broadcast_object((self.version, requests, aborted))      # for the other ranks, in serve
         return self._step(requests, aborted)
 
     def _step(self, requests, aborted):
+        # Adds and aborts requests, and samples a token for each request that is open. Returns Answers.
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         distributed.watchdog.moved()
         self._wake()
         engine = self.llm.llm_engine
-        engine.abort_request([*map(str, aborted)])
-        for name in aborted:
-            self.versions.pop(name, None)
         for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
-            # If weights change while rows are being sampled, the prefix cache cannot be emptied. With this
-            # salt only what the current weights computed is found in it.
-            salt = {"cache_salt": str(self.version)} if self.in_flight else {}
-            engine.add_request(str(name), {"prompt_token_ids": ids} | salt, SamplingParams(
+            prompt = {"prompt_token_ids": ids}
+            if self.in_flight:
+                # If weights change while rows are being sampled, the prefix cache cannot be emptied. By this
+                # salt a request finds in it only states that the current weights computed.
+                prompt["cache_salt"] = str(self.version)
+            engine.add_request(str(name), prompt, SamplingParams(
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
                 logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
-        # Ranks that only follow keep no versions, because nobody reads their answers.
-        return [Answer(name, [], [], "abort") for name in aborted] + [
-                Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
-                       sample.finish_reason, tuple(self.versions.pop(int(output.request_id), {}).items()))
-                for output in engine.step() if output.finished for sample in output.outputs]
+        engine.abort_request([str(name) for name in aborted])
+        answers = [self._answer(name, [], [], "abort") for name in aborted]
+        for output in engine.step():
+            if output.finished:
+                (sample,) = output.outputs
+                answers.append(self._answer(int(output.request_id), list(sample.token_ids),
+                                            list(sample.logprobs.logprobs), sample.finish_reason))
+        return answers
 
     def _load(self, named_tensors):
         if not self.has_head:
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
-        self._wake(["weights"])                                # the KV cache sleeps until the next step
+        self._wake(["weights"])                                 # the KV cache sleeps until the next step
         if not self.cuda:
             self.llm.apply_model(drop_kernels)
-        # A reload processes weights as they were when the model was loaded: the CPU build packs linear ones and
-        # drops the originals, and some GPUs have experts in another layout.
+        # A reload processes the weights again as when the model was loaded: the CPU build packs weights of
+        # linear layers and drops the originals, and some GPUs have experts in another layout.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         # If the engine has slept, its cache is empty.
         if not (self.asleep or self.llm.reset_prefix_cache() or self.in_flight):
             raise RuntimeError("vLLM keeps what the old weights computed, because a request is in flight")
 
     def _sleep(self):
-        if self.sleeps and len(self.asleep) < 2:
-            self._wake()                                       # vLLM can only put all of its parts to sleep
-            self.llm.sleep(level=1)                            # weights to host memory, KV cache dropped
-            self.asleep = {"weights", "kv_cache"}
+        if self.sleeps and self.asleep != {*self.PARTS}:
+            self._wake()                                        # vLLM can only put all of its parts to sleep
+            self.llm.sleep(level=1)                             # weights to host memory, KV cache dropped
+            self.asleep = {*self.PARTS}
 
-    def _wake(self, parts=("weights", "kv_cache")):
+    def _wake(self, parts=PARTS):
         # If one of the parts is awake already, vLLM 0.25 maps its memory again and fails, and 0.32 does not
         # wake the other part.
-        if asleep := [part for part in parts if part in self.asleep]:
-            torch.cuda.empty_cache()                           # makes room for the memory that vLLM maps
+        asleep = [part for part in parts if part in self.asleep]
+        if asleep:
+            torch.cuda.empty_cache()                            # makes room for the memory that vLLM maps
             self.llm.wake_up(tags=asleep)
-            self.asleep -= set(asleep)
+            self.asleep -= {*asleep}
+
+
+def has_head(model):
+    # Gemma 2 in vLLM has no output head but its embedding, and refuses the weights of lm_head.
+    return any(name.endswith("lm_head") for name, _ in model.named_modules())
 
 
 class HFEngine(Engine):
     """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read.
 
-    A step answers all queued requests completely, or the first max_seqs of them if there are more.
+    A step answers all queued requests completely, or the first max_seqs of them if there are more. The
+    arguments are those of VLLMEngine. gpu_memory_utilization, tensor_parallel_size and apart have no effect.
     """
     name, naming, allocated = "hf", "module", 0
     max_seqs = 256           # how many requests a step answers at most
 
-    def __init__(self, model, dtype, max_length, eos_ids, *for_vllm, apart=False, in_flight=False):
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
+                 apart=False, in_flight=False):
         super().__init__()
+        self.in_flight = in_flight
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.eos_ids, self.in_flight = torch.tensor(eos_ids, device=self.device), in_flight
+        self.eos_ids = torch.tensor(eos_ids, device=self.device)
         try:
             config = AutoConfig.from_pretrained(model)
-            # PyTorch's own attention leaves out Gemma 2's softcap.
-            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-            self.model = model_class(config).from_pretrained(
-                model, dtype=dtype, attn_implementation="eager" if capped else None).to(self.device).eval()
+            attention = None                                    # transformers chooses
+            if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+                attention = "eager"                             # PyTorch's own leaves out Gemma 2's softcap
+            network = model_class(config).from_pretrained(model, dtype=dtype, attn_implementation=attention)
+            self.model = network.to(self.device).eval()
             head = self.model.get_output_embeddings()
             head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias)[:, None]
             # A model with another kind of cache than this engine expects fails here.
@@ -448,20 +523,26 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def step(self):
-        sampling = self.added[0][4:]                            # temperature, top_p, top_k
-        requests = [one for one in self.added if one[4:] == sampling][:self.max_seqs]
-        self.added = [one for one in self.added if one not in requests]
-        limits = torch.tensor([request.max_tokens for request in requests], device=self.device)     # [R]
-        ids = pad_sequence([torch.tensor(request.ids) for request in requests], batch_first=True,
-                           padding_value=-1, padding_side="left").to(self.device)               # [R, L]
-        ids, copies = ids.unique(dim=0, return_inverse=True)    # [B, L]: each row once; [R]: which one it is
-        mask, ids, longest = (ids >= 0).long(), ids.clamp(min=0), limits.max().item()
-        # [R, longest]: one uniform number per token, drawn in advance from the seed of each request.
+        sampling = self.added[0].sampling
+        requests = [request for request in self.added if request.sampling == sampling][:self.max_seqs]
+        self.added = [request for request in self.added if request not in requests]
+        max_tokens = torch.tensor([request.max_tokens for request in requests], device=self.device)  # [R]
+        longest = max_tokens.max().item()
+        # [R, longest]: a uniform number for each token, drawn in advance from the seed of its request.
         uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))
                                for request in requests]).to(self.device)
-        tokens, logprobs = torch.zeros_like(uniform, dtype=torch.long), torch.zeros_like(uniform)
-        rows = torch.arange(len(requests), device=self.device)  # those still computed; some may have ended
-        alive, lengths = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)        # [R]
+        ids = pad_sequence([torch.tensor(request.ids) for request in requests], batch_first=True,
+                           padding_value=-1, padding_side="left").to(self.device)               # [R, L]
+        # Requests that continue the same row share the first forward: ids becomes [B, L], each row once, and
+        # row_of [R] says which of them a request continues.
+        ids, row_of = ids.unique(dim=0, return_inverse=True)
+        mask = (ids >= 0).long()
+        ids = ids.clamp(min=0)
+        tokens = torch.zeros_like(uniform, dtype=torch.long)
+        logprobs = torch.zeros_like(uniform)
+        lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
+        alive = lengths == 0                                    # [R]: False for requests that have ended
+        rows = torch.arange(len(requests), device=self.device)  # the requests that are still computed
         cache = DynamicCache(config=self.model.config)
         for t in range(longest):
             if self.signalled:
@@ -470,24 +551,27 @@ class HFEngine(Engine):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]
-            if t == 0:              # requests that continue the same row have shared one forward of it
-                cache.reorder_cache(copies)
-                logits, mask = logits[copies], mask[copies]                                     # [R, …]
+            if t == 0:
+                cache.reorder_cache(row_of)
+                logits, mask = logits[row_of], mask[row_of]                                     # [R, …]
             tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], *sampling)
             lengths += alive
-            alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < limits)
+            alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < max_tokens)
             if not alive.any():
                 break
             # Once half of the rows have ended, only the others are computed.
             if 2 * alive.sum() <= len(rows):
-                kept = alive[rows].nonzero()[:, 0]
-                rows, mask = rows[kept], mask[kept]
-                cache.reorder_cache(kept)
-            ids, mask = tokens[rows, t][:, None], F.pad(mask, (0, 1), value=1)
-        return [Answer(request.name, ids[:length], logps[:length],
-                       "stop" if ids[length - 1] in self.eos_ids else "length",
-                       tuple(self.versions.pop(request.name).items())) for request, ids, logps, length
-                in zip(requests, tokens.tolist(), logprobs.tolist(), lengths.tolist())]
+                still = alive[rows].nonzero()[:, 0]
+                rows, mask = rows[still], mask[still]
+                cache.reorder_cache(still)
+            ids = tokens[rows, t][:, None]
+            mask = F.pad(mask, (0, 1), value=1)
+        answers = []
+        for request, length, ids, logps in zip(
+                requests, lengths.tolist(), tokens.tolist(), logprobs.tolist()):
+            finish_reason = "stop" if ids[length - 1] in self.eos_ids else "length"
+            answers.append(self._answer(request.name, ids[:length], logps[:length], finish_reason))
+        return answers
 
     @torch.no_grad()
     def _load(self, named_tensors):

@@ -81,18 +81,18 @@ def test_vllm_changes_weights_between_two_tokens(vllm, model_of):
     for name, length in enumerate((40, 40, 6)):
         vllm.add(Request(name, PROMPT, name, length))
     early = finished(vllm, steps=8)
-    so_far = vllm.so_far()
+    counts = vllm.sampled_counts()
     assert early.keys() == {2} and early[2].versions == ((0, 0),)
     # It takes vLLM a step to read the prompt, which gives the first token.
-    assert so_far.keys() == {0, 1} and set(so_far.values()) <= {7, 8}
+    assert counts.keys() == {0, 1} and set(counts.values()) <= {7, 8}
     vllm.switch(1)
     vllm.add(Request(3, PROMPT, 3, 40))
     assert not finished(vllm, steps=5)
     vllm.switch(2)
     late = finished(vllm)
-    assert not vllm.so_far() and not vllm.versions
+    assert not vllm.sampled_counts() and not vllm.versions
     for name in (0, 1):
-        assert late[name].versions == ((0, 0), (so_far[name], 1), (so_far[name] + 5, 2))
+        assert late[name].versions == ((0, 0), (counts[name], 1), (counts[name] + 5, 2))
     # What was begun with version 1 reads nothing that version 0 has left in the prefix cache.
     assert late[3].versions[0] == (0, 1) and late[3].versions[1][1] == 2 and len(late[3].versions) == 2
     for answer in (early | late).values():
@@ -313,7 +313,7 @@ def test_what_is_aborted_leaves_nothing_behind(vllm):
         sample.until(4)
     sample.episodes.step()
     sample.abort()
-    assert not (sample.open or vllm.versions or vllm.tables or vllm.so_far() or vllm.added)
+    assert not (sample.open or vllm.versions or vllm.tables or vllm.sampled_counts() or vllm.added)
     vllm.in_flight = False
     vllm.switch(0)                                              # no request is in flight
     vllm.in_flight = True

@@ -1,11 +1,12 @@
 """
-Generated problems. GENERATORS has a function for each --task, which draws one from a random generator, and
-generated_rows draws the rows of a split.
+Generated problems. GENERATORS has a function for each --task, which draws a problem from a random generator,
+and generated_rows draws the rows of a split.
 
 A problem is a text and columns: `answer` for the verifier, `source` for the evaluation of each kind, and
 `solution`, worked in steps, which only tiny/pretrain.py reads. If a problem has something `hidden`, neither
 this nor the text may be in both splits. A problem with `only` is used in the split that it names.
 """
+import itertools
 import math
 import random
 import zlib
@@ -19,25 +20,34 @@ from fractions import Fraction
 
 def term(k, name=""):
     """Return a signed term of a sum: +2x, -x, +3, and nothing for 0."""
-    digits = "" if name and abs(k) == 1 else abs(k)
-    return f"{'-' if k < 0 else '+'}{digits}{name}" if k else ""
+    if k == 0:
+        return ""
+    sign = "-" if k < 0 else "+"
+    if name and abs(k) == 1:
+        return sign + name
+    return f"{sign}{abs(k)}{name}"
 
 
 def polynomial(coefficients, name="x"):
-    """Return the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6."""
-    powers = range(len(coefficients) - 1, -1, -1)
-    names = [f"{name}^{power}" if power > 1 else name * power for power in powers]
-    return "".join(map(term, coefficients, names)).removeprefix("+")
+    """Return the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6. It has two or more
+    coefficients."""
+    powers = ["", name]
+    powers += [f"{name}^{n}" for n in range(2, len(coefficients))]
+    return "".join(map(term, coefficients, reversed(powers))).removeprefix("+")
 
 
 def nonzero(rng, low, high):
-    """Draws a whole number from low to high, never 0; low = n * (1 - d) keeps it positive at difficulty 1."""
+    """Return a random whole number from low to high, but not 0; low = n * (1 - d) keeps it positive at
+    difficulty 1."""
     return rng.choice([value for value in range(low, high + 1) if value])
 
 
 def absolute_value(rng, d):
-    k, m, a = rng.randint(1, d), rng.randint(1, d), nonzero(rng, -9 * d, 4 * d)
-    size, c = rng.randint(1, 9 * d), rng.randint(1, 9 * d)
+    k = rng.randint(1, d)
+    m = rng.randint(1, d)
+    a = nonzero(rng, -9 * d, 4 * d)
+    size = rng.randint(1, 9 * d)
+    c = rng.randint(1, 9 * d)
     inside = polynomial([m, a])
     left = polynomial([k, c], f"|{inside}|")
     steps = [f"|{inside}|={size}", f"{polynomial([m, 0])}={size}{term(-a)}"]
@@ -45,7 +55,8 @@ def absolute_value(rng, d):
 
 
 def arithmetic_sequence(rng, d):
-    first, n = nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(4, 10 * d)
+    first = nonzero(rng, 9 * (1 - d), 9 * d)
+    n = rng.randint(4, 10 * d)
     gap = Fraction(nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(1, d))
     rise = (n - 1) * gap
     steps = [f"d={gap}", f"{n - 1}*{gap}={rise}", f"{first}{term(rise)}"]
@@ -53,26 +64,38 @@ def arithmetic_sequence(rng, d):
 
 
 def exponents(rng, d):
-    base, power = rng.choice([(b, p) for b in range(2, 11) for p in range(1, 9) if b ** p <= 1000 * d])
-    factors = [(i, rng.randint(1, d), nonzero(rng, -9 * d, 4 * d)) for i in range(1, d + 1)]
-    k, c = sum(i * m for i, m, a in factors), sum(i * a for i, m, a in factors)
-    left = "*".join(f"{base ** i}^({polynomial([m, a])})" for i, m, a in factors)
+    pairs = itertools.product(range(2, 11), range(1, 9))
+    base, power = rng.choice([(b, p) for b, p in pairs if b ** p <= 1000 * d])
+    factors = []
+    k = 0
+    c = 0
+    for i in range(1, d + 1):
+        m = rng.randint(1, d)
+        a = nonzero(rng, -9 * d, 4 * d)
+        factors.append(f"{base ** i}^({polynomial([m, a])})")
+        k += i * m
+        c += i * a
     steps = [f"{base}^({polynomial([k, c])})={base}^{power}", f"{polynomial([k, 0])}={power}{term(-c)}"]
-    return f"Solve {left}={base ** power}", steps, Fraction(power - c, k)
+    return f"Solve {'*'.join(factors)}={base ** power}", steps, Fraction(power - c, k)
 
 
 def fractions(rng, d):
     bottoms = [rng.randint(2, 5 + 2 * d) for _ in range(d + 1)]
     value, *others = [Fraction(rng.randint(1, bottom - 1), bottom) for bottom in bottoms]
-    text, steps = str(value), []
+    text = str(value)
+    steps = []
     for other in others:
+        if steps:
+            text = f"({text})"
         # A larger number is never subtracted, so that no value is negative.
         op = rng.choice("+*" if other > value else "+*-")
-        text = f"({text}){op}{other}" if steps else f"{text}{op}{other}"
-        top, bottom = value.numerator * other.numerator, value.denominator * other.denominator
+        text += f"{op}{other}"
+        top = value.numerator * other.numerator
+        bottom = value.denominator * other.denominator
         if op != "*":
             bottom = math.lcm(value.denominator, other.denominator)
-            a, b = int(value * bottom), int(other * bottom)
+            a = int(value * bottom)
+            b = int(other * bottom)
             steps.append(f"{a}/{bottom}{op}{b}/{bottom}")
             top = a + b if op == "+" else a - b
         steps.append(f"{top}/{bottom}")
@@ -81,22 +104,28 @@ def fractions(rng, d):
 
 
 def nested_linear(rng, d):
-    x, shift = rng.randint(0, 6 * d), nonzero(rng, -5 * d, 5 * d)
-    text, value = f"x{term(shift)}", x + shift
+    x = rng.randint(0, 6 * d)
+    shift = nonzero(rng, -5 * d, 5 * d)
+    text = f"x{term(shift)}"
+    value = x + shift
     states = [f"x={value}{term(-shift)}"]
     for layer in range(d):
-        factor, shift = rng.randint(2, 2 + d), nonzero(rng, -5 * d, 5 * d)
+        factor = rng.randint(2, 2 + d)
+        shift = nonzero(rng, -5 * d, 5 * d)
         states.append(f"{factor}({text})={factor * value}")
-        text, value = f"{factor}({text}){term(shift)}", factor * value + shift
+        text = f"{factor}({text}){term(shift)}"
+        value = factor * value + shift
         states.append(f"{text}={value}")
     factor = rng.randint(2, 2 + d)
     return f"Solve {factor}({text})={factor * value}", states[::-1], x
 
 
 def polynomial_remainder(rng, d):
-    x, lead, last = nonzero(rng, 5 * (1 - d), 5 * d), rng.randint(1, d), nonzero(rng, -9 * d, 9 * d)
-    coefficients = [lead, *(nonzero(rng, 9 * (1 - d), 9 * d) for power in range(d)), last]
-    value, steps = lead, [f"x={x}"]
+    x = nonzero(rng, 5 * (1 - d), 5 * d)
+    value = rng.randint(1, d)
+    last = nonzero(rng, -9 * d, 9 * d)
+    coefficients = [value, *(nonzero(rng, 9 * (1 - d), 9 * d) for _ in range(d)), last]
+    steps = [f"x={x}"]
     # Horner's rule
     for k in coefficients[1:]:
         steps += [f"{value}*{x}{term(k)}", f"{value * x}{term(k)}"]
@@ -105,24 +134,37 @@ def polynomial_remainder(rng, d):
 
 
 def quadratics(rng, d):
-    m, p, c = rng.randint(1, d), nonzero(rng, 6 * (1 - d), 6 * d), rng.randint(0, 9 * d)
+    m = rng.randint(1, d)
+    p = nonzero(rng, 6 * (1 - d), 6 * d)
+    c = rng.randint(0, 9 * d)
     # The roots are p/m < q/m.
     q = p + m * rng.randint(1, 7 * d)
-    a, b = m * m, -m * (p + q)
+    a = m * m
+    b = -m * (p + q)
     steps = [f"{polynomial([a, b, p * q])}=0", f"({polynomial([m, -p])})({polynomial([m, -q])})=0"]
     return f"Larger root of {polynomial([a, b, p * q + c])}={c}", steps, Fraction(q, m)
 
 
 def systems(rng, d):
-    x, y = (nonzero(rng, 9 * (1 - d), 9 * d) for name in "xy")
-    a, b, k, m = rng.randint(1, 2 * d), rng.randint(1, 2 * d), rng.randint(1, d), rng.randint(1, d)
-    first, second, wanted = a * x + k * y, b * x - m * k * y, rng.choice("xy")
-    ax, bx, total = (term(coefficient, "x")[1:] for coefficient in (a, b, m * a + b))
+    x = nonzero(rng, 9 * (1 - d), 9 * d)
+    y = nonzero(rng, 9 * (1 - d), 9 * d)
+    a = rng.randint(1, 2 * d)
+    b = rng.randint(1, 2 * d)
+    k = rng.randint(1, d)
+    m = rng.randint(1, d)
+    wanted = rng.choice("xy")
+    # The equations are ax + ky = first and bx - mky = second.
+    first = a * x + k * y
+    second = b * x - m * k * y
+    total = polynomial([m * a + b, 0])
     steps = [f"{total}={m * first}{term(second)}", f"{total}={m * first + second}"]
+    answer = x
     if wanted == "y":
-        steps += [f"x={x}", f"{term(k, 'y')[1:]}={first}{term(-a * x)}"]
-    text = f"{ax}{term(k, 'y')}={first}, {bx}{term(-m * k, 'y')}={second}. Find {wanted}"
-    return text, steps, x if wanted == "x" else y
+        steps += [f"x={x}", f"{polynomial([k, 0], 'y')}={first}{term(-a * x)}"]
+        answer = y
+    equations = (f"{polynomial([a, 0])}{term(k, 'y')}={first}, "
+                 f"{polynomial([b, 0])}{term(-m * k, 'y')}={second}")
+    return f"{equations}. Find {wanted}", steps, answer
 
 
 TEMPLATES = (absolute_value, arithmetic_sequence, exponents, fractions, nested_linear, polynomial_remainder,
@@ -140,42 +182,57 @@ def algebra_problem(rng, difficulty):
 # compose. The prompt, such as 5274 afc, names operations on four digits, which are carried out in this order.
 # The answers that tiny/compose has read use another order, so it knows the steps and has to find the plan.
 
+# These operations move digits. Each has the places, from 0 to 3, that its four digits come from.
+MOVES = {
+    "a": "3120",                # swaps the outer two
+    "b": "1023",                # swaps the first two
+    "c": "0213",                # swaps the middle two
+    "d": "0132",                # swaps the last two
+    "e": "1230",                # rotates to the left
+    "f": "2301"}                # swaps the halves
+# These operations add a digit to another. Each has the place of the sum, and the place of what is added.
+SUMS = {"g": (0, 3), "h": (1, 2), "i": (2, 0), "j": (3, 1)}
+OPERATIONS = [*MOVES, *SUMS]
 
-def plus(digit, by):
-    return str((int(digit) + int(by) - 1) % 9 + 1)              # from 1 to 9, so that 9 + 1 is 1
 
-
-OPERATIONS = {
-    "a": lambda s: s[3] + s[1:3] + s[0],                        # swap the outer two
-    "b": lambda s: s[1] + s[0] + s[2:],                         # swap the first two
-    "c": lambda s: s[0] + s[2] + s[1] + s[3],                   # swap the middle two
-    "d": lambda s: s[:2] + s[3] + s[2],                         # swap the last two
-    "e": lambda s: s[1:] + s[0],                                # rotate to the left
-    "f": lambda s: s[2:] + s[:2],                               # swap the halves
-    "g": lambda s: plus(s[0], s[3]) + s[1:],                    # add the last to the first
-    "h": lambda s: s[0] + plus(s[1], s[2]) + s[2:],             # add the third to the second
-    "i": lambda s: s[:2] + plus(s[2], s[0]) + s[3],             # add the first to the third
-    "j": lambda s: s[:3] + plus(s[3], s[1])}                    # add the second to the last
+def operate(name, digits):
+    """Return the four digits after an operation."""
+    if name in MOVES:
+        return "".join(digits[int(place)] for place in MOVES[name])
+    place, other = SUMS[name]
+    total = int(digits[place]) + int(digits[other])
+    if total > 9:
+        total -= 9                                              # 9 + 1 is 1, so that no digit is 0
+    return f"{digits[:place]}{total}{digits[place + 1:]}"
 
 
 def carried_out(digits, order):
-    lines = [f"{name}{(digits := OPERATIONS[name](digits))}" for name in order]
+    """Return the lines of a solution: each operation with the digits after it, and the last digits again."""
+    lines = []
+    for name in order:
+        digits = operate(name, digits)
+        lines.append(name + digits)
     return "\n".join([*lines, f"####{digits}"])
 
 
 def chain(rng, depth):
-    return "".join(rng.sample("123456789", 4)), rng.sample(sorted(OPERATIONS), depth)
+    """Return the text of a random prompt, its digits, and the order of its operations."""
+    digits = "".join(rng.sample("123456789", 4))
+    order = rng.sample(OPERATIONS, depth)
+    return f"{digits} {''.join(order)}", digits, order
 
 
 def compose_problem(rng, difficulty):
-    # Problems of the greatest depth are never trained on: they show whether the plan works for longer chains.
     deepest = min(4 + difficulty, len(OPERATIONS))
     depth = rng.randint(2, deepest)
-    digits, order = chain(rng, depth)
+    text, digits, order = chain(rng, depth)
     solution = carried_out(digits, order)
-    return f"{digits} {''.join(order)}", {
-        "answer": solution[-4:], "source": f"depth {depth}", "solution": solution,
-        **({"only": "eval"} if depth == deepest else {})}
+    answer = solution.rpartition("#")[2]
+    columns = {"answer": answer, "source": f"depth {depth}", "solution": solution}
+    # Problems of the greatest depth are never trained on: they show whether the plan works for longer chains.
+    if depth == deepest:
+        columns["only"] = "eval"
+    return text, columns
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -183,8 +240,9 @@ def compose_problem(rng, difficulty):
 
 
 def guess_problem(rng, difficulty):
+    number = rng.randint(1, 64)
     sentences = ["I have a number.", "It is from 1 to 64.", "You have 6 guesses.", "I say higher or lower."]
-    number, text = rng.randint(1, 64), " ".join(rng.sample(sentences, 4))
+    text = " ".join(rng.sample(sentences, 4))
     return text, {"number": number, "source": "guess", "hidden": f"number {number}"}
 
 
@@ -199,8 +257,8 @@ GENERATORS = {"algebra": algebra_problem, "compose": compose_problem, "guess": g
 
 
 def held_out(text):
-    # A hash of the prompt's text decides about its split, so that no two seeds can mix training and
-    # evaluation, and rows with the same prompt are always in the same split.
+    # Returns whether a prompt is in the split "eval". A hash of its text decides about that, so that no two
+    # seeds can mix training and evaluation, and rows with the same prompt are always in the same split.
     return zlib.crc32(text.encode()) % 8 == 0
 
 
@@ -214,14 +272,21 @@ def generated_rows(task, split, count, seed=0, difficulty=1):
         raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or file, not "
                          f"{task!r}")
     wanted = count or {"train": 4096, "eval": 128}[split]
-    rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
+    rng = random.Random(f"{task} {split} {seed} {difficulty}")
+    rows = {}
+    misses = 0
     while len(rows) < wanted and misses < 20_000:
         text, columns = GENERATORS[task](rng, difficulty)
-        parts = [text, columns["hidden"]] if "hidden" in columns else [text]
-        name, misses = ", ".join(parts), misses + 1
-        sides = {columns.pop("only", split), *("eval" if held_out(part) else "train" for part in parts)}
-        if name not in rows and sides == {split}:
-            rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
+        parts = [text]
+        if "hidden" in columns:
+            parts.append(columns["hidden"])
+        name = ", ".join(parts)
+        sides = {held_out(part) for part in parts}
+        only = columns.pop("only", split)
+        misses += 1
+        if name not in rows and only == split and sides == {split == "eval"}:
+            rows[name] = {"prompt": [{"role": "user", "content": text}], **columns}
+            misses = 0
     if not rows or len(rows) < count:
         raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
                          f"problems, not {count}: lower {split}_prompts or raise the difficulty, as in "

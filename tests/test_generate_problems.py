@@ -167,11 +167,11 @@ def test_term(k, name, text):
 
 # ------------------------------------------------------------------------------------------------ compose
 
-# What the operations do, in other words: where the digits at the four places come from, or which place is
-# added to which.
-MOVES = {"a": (3, 1, 2, 0), "b": (1, 0, 2, 3), "c": (0, 2, 1, 3), "d": (0, 1, 3, 2), "e": (1, 2, 3, 0),
-         "f": (2, 3, 0, 1)}
-SUMS = {"g": (0, 3), "h": (1, 2), "i": (2, 0), "j": (3, 1)}
+# What the operations do, in other words: the new order of the digits w x y z, or which place is added to which.
+MOVES = {"a": lambda w, x, y, z: [z, x, y, w], "b": lambda w, x, y, z: [x, w, y, z],
+         "c": lambda w, x, y, z: [w, y, x, z], "d": lambda w, x, y, z: [w, x, z, y],
+         "e": lambda w, x, y, z: [x, y, z, w], "f": lambda w, x, y, z: [y, z, w, x]}
+SUMS = {"g": "z to w", "h": "y to x", "i": "w to y", "j": "x to z"}
 
 
 def composed(digits, order):
@@ -179,9 +179,9 @@ def composed(digits, order):
     state = [int(digit) for digit in digits]
     for name in order:
         if name in MOVES:
-            state = [state[place] for place in MOVES[name]]
+            state = MOVES[name](*state)
         else:
-            to, added = SUMS[name]
+            added, to = ("wxyz".index(digit) for digit in SUMS[name].split(" to "))
             state = [*state]
             for _ in range(state[added]):                       # counted one by one, from 9 on to 1
                 state[to] = 1 if state[to] == 9 else state[to] + 1

@@ -14,15 +14,16 @@ answers and finds out that showing the work pays: completions get longer while t
 teaches both the ability and the bad habit on purpose, and GRPO has to find out which of the two to follow.
 
 The model of episodes reads games of environments/guess_number.py, and arithmetic with
-environments/calculator.py, seldom played well. In most games the player talks before it plays, and in many it
-guesses only near the middle of the numbers that are left. In arithmetic it mostly answers without the tool,
-and then it is wrong. No prompt here is a held-out problem's, but every number has been played. The model of
-compose reads answers that carry out some operations of their prompt, all of them correctly, but in a random
+environments/calculator.py, which are seldom played well. In most games the player talks before it plays, and
+in many it guesses only near the middle of the numbers that are left. In arithmetic it mostly answers without
+the tool, and then it is wrong. None of these prompts is held out, but every number has been played. The model
+of compose reads answers that carry out some operations of their prompt, all of them correctly, but in a random
 order. GRPO has to find out what pays.
 """
 import itertools
 import os
 import random
+from collections import defaultdict
 
 import runtime                          # before torch: it sets what torch reads
 import torch
@@ -39,7 +40,7 @@ from tasks.generate_problems import (arithmetic_problem, carried_out, chain, gen
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
 base = "algebra"                # what the model reads: algebra, episodes or compose; see BASES
-# of algebra
+# for --base=algebra
 difficulty = 1
 train_prompts = 6500            # distinct problems; the train split has no more
 harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute, less to learn by heart
@@ -52,7 +53,7 @@ intermediate_size = 416
 # optimizer
 steps = 5000
 batch_size = 32
-learning_rate = 5e-3            # AdamW's, for embeddings and norms; twice as much is Muon's, for matrices
+learning_rate = 5e-3            # AdamW has it, for embeddings and norms; Muon has twice as much, for matrices
 seed = 0
 # ------------------------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer():
-    """Return a tokenizer with one token per byte, so that it takes any text, and those of SPECIAL."""
+    """Return a tokenizer with a token for each byte, so that it takes any text, and the tokens in SPECIAL."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())      # a printable character stands for each byte
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -82,6 +83,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
+    """Return a model with random weights."""
     torch.manual_seed(seed)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model = Qwen3ForCausalLM(Qwen3Config(
@@ -98,19 +100,21 @@ def make_model(tokenizer):
 def problems(rng):
     """Yield conversations (tools, messages), batch_size for each step: a problem and an answer to it.
 
-    Of the quick answers one in ten is right, the others answer another problem.
+    A tenth of the quick answers is right. The others answer another problem.
     """
-    rows, harder_rows = ([row for _, row in generated_rows("algebra", "train", count, seed, level)] for
-                         count, level in ((train_prompts, difficulty), (harder_prompts, difficulty + 1)))
-    answers = {}
+    _, rows = zip(*generated_rows("algebra", "train", train_prompts, seed, difficulty))
+    _, harder_rows = zip(*generated_rows("algebra", "train", harder_prompts, seed, difficulty + 1))
+    answers = defaultdict(list)                                 # {template: the answers of its problems}
     for row in rows:
-        answers.setdefault(row["source"], []).append(row["answer"])
+        answers[row["source"]].append(row["answer"])
     for number in range(steps * batch_size):
         row = rng.choice(harder_rows if rng.random() < harder else rows)
         text = row["solution"]
         if number >= 0.85 * steps * batch_size and rng.random() < quick:
-            right = rng.random() < 0.1
-            text = f"Answer: {row['answer'] if right else rng.choice(answers[row['source']])}"
+            answer = row["answer"]
+            if rng.random() >= 0.1:
+                answer = rng.choice(answers[row["source"]])
+            text = f"Answer: {answer}"
         yield None, [*row["prompt"], {"role": "assistant", "content": text}]
 
 
@@ -118,100 +122,121 @@ def problems(rng):
 TOOLS = [{"function": {"name": "calculate", "parameters": {"properties": {"expression": {}}}}}]
 
 
-def problem(rng, generator):
-    # Draws a problem of the train split. Returns its prompt and its columns.
-    text, columns = generator(rng, 1)
-    while held_out(text):
-        text, columns = generator(rng, 1)
-    return [{"role": "user", "content": text}], columns
+def draw(generator, rng, level):
+    """Return a problem that a generator draws and that is not held out. The first part of it is its text."""
+    problem = generator(rng, level)
+    while held_out(problem[0]):
+        problem = generator(rng, level)
+    return problem
 
 
 def game(rng):
-    messages, columns = problem(rng, guess_problem)
-    number, low, high = columns["number"], 1, 64
-    talks, near = rng.choice([0, 1, 1, 2, 2, 2, 3, 3]), rng.random() < 0.5
+    """Return a conversation (tools, messages): a game in which the player seldom plays well."""
+    text, columns = draw(guess_problem, rng, 1)
+    messages = [{"role": "user", "content": text}]
+    number = columns["number"]
+    low = 1
+    high = 64
+    talks = rng.choice([0, 1, 1, 2, 2, 2, 3, 3])                # first turns, in which the player only talks
+    near = rng.random() < 0.5                                   # whether it guesses only near the middle
     for turn in range(6):
-        spread = (high - low) // 4 * near
+        spread = 0
+        if near:
+            spread = (high - low) // 4
         guess = (low + high) // 2 + rng.randint(-spread, spread)
+        text = str(guess)
         if turn < talks:
-            said, heard = rng.choice(["Let me think.", "A number?", "Hm."]), "A number from 1 to 64, please."
+            text = rng.choice(["Let me think.", "A number?", "Hm."])
+            reply = "A number from 1 to 64, please."
         elif guess < number:
-            said, heard, low = str(guess), "higher", guess + 1
+            reply = "higher"
+            low = guess + 1
         else:
-            said, heard, high = str(guess), "lower", guess - 1
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
-        if said == str(number):
+            reply = "lower"
+            high = guess - 1
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
+        if text == str(number):
             break
-    # The right guess and the sixth end the game, so nothing is said to them.
+    # The right guess and the sixth end the game, so nothing replies to them.
     return None, messages[:-1]
 
 
 def arithmetic(rng):
-    messages, columns = problem(rng, arithmetic_problem)
-    question, answer = messages[0]["content"], columns["answer"]
+    """Return a conversation (tools, messages): a quick guess, or an answer by the calculator."""
+    text, columns = draw(arithmetic_problem, rng, 1)
+    messages = [{"role": "user", "content": text}]
+    answer = columns["answer"]
     if rng.random() < quick:
-        wrong = str(int(answer) + rng.randint(-300, 300))
-        return TOOLS, messages + [{"role": "assistant", "content": f"Answer: {wrong}"}]
-    call = {"name": "calculate", "arguments": {"expression": question.removeprefix("What is ")[:-1]}}
-    return TOOLS, messages + [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "name": "calculate", "content": answer},
-        {"role": "assistant", "content": f"Answer: {answer}"}]
+        answer = int(answer) + rng.randint(-300, 300)
+    else:
+        expression = text.removeprefix("What is ").removesuffix("?")
+        call = {"name": "calculate", "arguments": {"expression": expression}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "name": "calculate", "content": answer}]
+    return TOOLS, messages + [{"role": "assistant", "content": f"Answer: {answer}"}]
 
 
 def episodes(rng):
+    """Yield conversations (tools, messages): games, and arithmetic with and without the calculator."""
     while True:
         yield game(rng) if rng.random() < 0.6 else arithmetic(rng)
 
 
 def compose(rng):
+    """Yield conversations (tools, messages): some operations of a prompt, carried out in a random order."""
     while True:
         depth = rng.choice([1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8])
-        digits, order = chain(rng, depth)
-        while held_out(text := f"{digits} {''.join(order)}"):
-            digits, order = chain(rng, depth)
-        read = carried_out(digits, rng.sample(order, rng.randint(1, depth)))
-        yield None, [{"role": "user", "content": text}, {"role": "assistant", "content": read}]
+        text, digits, order = draw(chain, rng, depth)
+        solution = carried_out(digits, rng.sample(order, rng.randint(1, depth)))
+        yield None, [{"role": "user", "content": text}, {"role": "assistant", "content": solution}]
 
 
-# The conversations that each model reads, and its settings where nobody gives others.
+# Each model has a function that yields what it reads, and settings that count unless others are given.
 BASES = {"algebra": (problems, {}), "episodes": (episodes, {"steps": 1000}),
          "compose": (compose, {"steps": 1500, "hidden_size": 128})}
 
 
 def encoded(tokenizer, tools, messages):
-    """Return a conversation as input_ids and labels. Only what the assistant says is learned."""
-    ids, labels = [], []
-    # The template writes each message without looking at the others.
-    for number, message in enumerate(messages):
-        part = tokenizer.apply_chat_template([message], tools=None if number else tools, return_dict=False)
+    """Return a conversation as input_ids and labels, which are -100 for all but the assistant's tokens."""
+    ids = []
+    labels = []
+    # The template writes each message without looking at the others, and the tools before the first.
+    for message in messages:
+        part = tokenizer.apply_chat_template([message], tools=tools, return_dict=False)
+        tools = None
         ids += part
-        labels += [-100] + (part[1:] if message["role"] == "assistant" else [-100] * (len(part) - 1))
+        part_labels = [-100] * len(part)
+        if message["role"] == "assistant":
+            part_labels[1:] = part[1:]
+        labels += part_labels
     return {"input_ids": ids, "labels": labels}
 
 
 def pretrain(model, tokenizer, conversations):
+    """Train the model on what the assistant says in conversations (tools, messages)."""
     # Muon makes the updates of weight matrices orthogonal. The model learns several times faster with it.
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=2 * learning_rate, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    # The rates rise in the first fiftieth of the steps, and fall in the second half.
-    schedule = lambda step: min(1, (step + 1) / (0.02 * steps), (steps - step) / (0.5 * steps))
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+    muon = torch.optim.Muon(matrices, weight_decay=0.0)
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     # bfloat16 is twice as fast on a CPU that multiplies it, and much slower on any other.
     bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
     collate = DataCollatorForTokenClassification(tokenizer)     # pads ids, and labels with -100
     progress = tqdm(range(steps), "making the base model")
-    for _ in progress:
-        batch = [encoded(tokenizer, *one) for one in itertools.islice(conversations, batch_size)]
+    for step in progress:
+        batch = [encoded(tokenizer, tools, messages)
+                 for tools, messages in itertools.islice(conversations, batch_size)]
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             loss = model(**collate(batch).to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for step in (*optimizers, *schedulers):
-            step.step()
+        # The rates rise in the first fiftieth of the steps, and fall in the second half.
+        factor = min(1, (step + 1) / (0.02 * steps), (steps - step) / (0.5 * steps))
+        muon.param_groups[0]["lr"] = 2 * learning_rate * factor
+        adamw.param_groups[0]["lr"] = learning_rate * factor
+        muon.step()
+        adamw.step()
         model.zero_grad()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 

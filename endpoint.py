@@ -33,11 +33,12 @@ from conversation import Conversation
 from runtime.chat_template import Template, call_id, read_call, tool_call
 from runtime.user_code import Failed, TimeUp, outcome, shown
 
-# The roles of OpenAI's messages, and what chat templates call them.
-ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# {a role of OpenAI's messages: what chat templates call it}
+TEMPLATE_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
+                  "tool": "tool"}
 # The policy is sampled as it is, so these fields of a request can have no other values.
-FIXED = {"n": (None, 1), "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto")}
-READ = {"messages", "tools", "model", "stream", "stream_options", "parallel_tool_calls", *FIXED}
+FIXED_FIELDS = {"n": (None, 1), "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto")}
+READ_FIELDS = {"messages", "tools", "model", "stream", "stream_options", "parallel_tool_calls", *FIXED_FIELDS}
 
 SESSIONS = {}                           # {key: AgentSession} of the episodes that are being played
 print_once = cache(print)               # prints the same words only once
@@ -75,6 +76,7 @@ async def handle(request):
 
 
 def refusal(status, text):
+    """Return the response with an error, as OpenAI writes it."""
     return web.json_response({"error": {"message": text, "type": "invalid_request_error"}}, status=status)
 
 
@@ -84,6 +86,7 @@ class Question(NamedTuple):
     body: bytes
 
     def respond(self, response):
+        """Hand the response to the endpoint's thread, if it still waits for one."""
         with contextlib.suppress(InvalidStateError):            # the client has left
             self.future.set_result(response)
 
@@ -114,7 +117,7 @@ class AgentSession:
     sampled      how many tokens were sampled in the rows that are not the opponent's
     full         whether a limit has refused a turn, or has cut off the last one of the longest row
     refused      why the last refused request was refused
-    score        what the agent returned
+    score        what the agent returned, which rewards.Scorer reads
     """
 
     def __init__(self, episode):
@@ -143,17 +146,17 @@ class AgentSession:
         Thread(target=lambda: mail.put(outcome(solve)), daemon=True).start()
         try:
             while True:
-                message = yield from episode.call(mail.get, timeout=timeout or None)
-                if not isinstance(message, Question):           # the agent has ended
+                item = yield from episode.call(mail.get, timeout=timeout or None)
+                if not isinstance(item, Question):              # the agent has ended
                     break
-                if not message.future.cancelled():
-                    response = yield from self._response(message)
-                    message.respond(response)
+                if not item.future.cancelled():
+                    response = yield from self._response(item)
+                    item.respond(response)
         except (Failed, TimeUp) as error:
             raise Failed(f"took more than call_timeout={timeout:g} seconds") from error
         finally:
             self._close()
-        self.score, error, _ = message
+        self.score, error, _ = item
         if not (error or episode.conversation.spans):
             error = Failed("never asked the policy, or did not wait for an answer")
         if error and self.refused:
@@ -166,12 +169,12 @@ class AgentSession:
         """Listen to the agent no longer, and refuse what it has asked."""
         # In this order, because the endpoint's thread may be about to put a question: see `handle`.
         del SESSIONS[self.key]
-        unanswered = [self.episode.asking]                      # if the episode is aborted
+        items = [self.episode.asking]                           # a Question only if the episode is aborted
         while not self.mail.empty():
-            unanswered.append(self.mail.get())
-        for message in unanswered:
-            if isinstance(message, Question):
-                message.respond(refusal(401, "the episode of this key has ended"))
+            items.append(self.mail.get())
+        for item in items:
+            if isinstance(item, Question):
+                item.respond(refusal(401, "the episode of this key has ended"))
 
     def _response(self, question):
         """Answer a question, and return the response, or None if nobody waits for it any more."""
@@ -199,9 +202,8 @@ class AgentSession:
 
         It continues an earlier row, or begins a new one. Raises ValueError if there is no room for an answer.
         """
-        player = self.episode.player
         first = self.episode.conversation.first
-        template = template_for(player, tools_of(body))
+        template = template_for(self.episode.player, tools_of(body))
         messages = for_template(body["messages"])
         opponent = body.get("model") == "opponent"
         earlier = self._earlier_row(messages, template.tools, opponent)
@@ -221,7 +223,7 @@ class AgentSession:
         """Return the longest row that these messages continue, or None."""
         earlier = None
         length = 0
-        # The newest row comes first. It is most often the one, and shorter rows need no comparison then.
+        # The newest row comes first. Most often it is the longest, and no other row has to be compared.
         for row in reversed(self.rows):
             if len(row.messages) >= length and row.messages == messages[:len(row.messages)] and (
                     row.opponent == opponent and row.conversation.template.tools == tools):
@@ -289,10 +291,10 @@ class AgentSession:
 
 def check_fields(body):
     """Raise ValueError for a field with a value that is not possible; print the names of unread fields."""
-    for key, values in FIXED.items():
+    for key, values in FIXED_FIELDS.items():
         if body.get(key) not in values:
             raise ValueError(f"{key} cannot be {shown(body[key])}")
-    unread = sorted(key for key in body.keys() - READ if body[key] is not None)
+    unread = sorted(key for key in body.keys() - READ_FIELDS if body[key] is not None)
     if unread:
         print_once("agent: the run's settings replace these fields of its requests:", *unread)
 
@@ -325,7 +327,7 @@ def for_template(messages):
         content = message.get("content") or ""
         if not isinstance(content, str):
             content = "".join(part["text"] for part in content)
-        read = {"role": ROLES[message["role"]], "content": content}
+        read = {"role": TEMPLATE_ROLES[message["role"]], "content": content}
         if message.get("tool_calls"):
             ids = [call.get("id") for call in message["tool_calls"]]
             read["tool_calls"] = [read_call((), i, call["function"])[0]

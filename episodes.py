@@ -73,11 +73,6 @@ class Episode:
         """The index of the last sampled token, to which the reward of its turn belongs."""
         return len(self.conversation.logprobs) - 1
 
-    @property
-    def abandoned(self):
-        """Whether nobody waits any more for what the engine samples, because the agent's client has left."""
-        return self.asking is not None and self.asking.future.cancelled()
-
     def play(self):
         """Play the episode and return its Rollout. This is a generator.
 
@@ -183,14 +178,15 @@ class Episode:
 
     def _result(self, call, problem):
         """Call a tool, unless there is a problem with the call, and return the message with its result."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
         self.counts["calls"] += 1
         try:
             if not problem:
                 tool = self.player.tool_functions[name]
                 if isinstance(tool, str):
                     tool = getattr(self.instance, tool)
-                result = yield from self.call(tool, **deepcopy(arguments))      # it may change its arguments
+                # A tool may change its arguments in place.
+                result = yield from self.call(tool, **deepcopy(call["function"]["arguments"]))
                 content = yield from self.call(result_of, result)
         except Failed as error:
             # As in TRL, the name of the error's class is left out if there is anything else.
@@ -225,14 +221,14 @@ class Episode:
 
     def _rollout(self):
         """Return the episode as a Rollout."""
-        row = self.conversation
-        completion = row.messages
+        conversation = self.conversation
+        completion = conversation.messages
         if isinstance(self.row["prompt"], str):
             completion = completion[0]["content"]
-        return Rollout(np.array(row.ids, np.int32), np.array(row.spans, np.int32),
-                       np.array(row.logprobs, np.float32), self.finish_reason, self.row, completion,
+        return Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
+                       np.array(conversation.logprobs, np.float32), self.finish_reason, self.row, completion,
                        rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
-                       extra=self.extra, versions=tuple(row.versions.items()))
+                       extra=self.extra, versions=tuple(conversation.versions.items()))
 
 
 def add_text(messages, text):
@@ -282,16 +278,15 @@ class Player:
     opened          {id: instance} of all instances that are not closed
     idle            the opened instances that play no episode now
 
-    Raises ValueError for what cannot be used.
+    Raises ValueError if the settings name something that cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
-        s = settings
         self.settings = settings
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.key = f"tools={s.tools}"
-        self.name = (s.agent or s.environment).rpartition(":")[2]
+        self.key = f"tools={settings.tools}"
+        self.name = (settings.agent or settings.environment).rpartition(":")[2]
         self.make = None
         self.session_class = None
         self.methods = {}
@@ -306,15 +301,15 @@ class Player:
         # each episode, while the instance is still as the episode left it. `environment` is the instance, or
         # with an agent the AgentSession, which has the agent's score.
         self.score_ended = None
-        if s.agent:
+        if settings.agent:
             from endpoint import AgentSession       # here, because only runs with an agent need its packages
-            self.key = f"agent={s.agent}"
-            self.make = load_from(s.agent, "agent", "function")
+            self.key = f"agent={settings.agent}"
+            self.make = load_from(settings.agent, "agent", "function")
             self.session_class = AgentSession
-        elif s.environment or s.tools:
+        elif settings.environment or settings.tools:
             self._make_first()
         if self.make:
-            if not s.chat or tokenizer.chat_template is None:
+            if not settings.chat or tokenizer.chat_template is None:
                 raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
             self.template = Template(tokenizer, eos_ids, self.tools)
 
@@ -367,8 +362,12 @@ class Player:
                              f"arguments: {shown(error)}") from error
 
     def discard(self, instance):
-        """Close an instance, or None, in a thread by close() or else by release(). Return a Future."""
+        """Close an instance in a thread, by close() or else by release(), so that it plays no other episode.
+
+        Return a Future. Nothing happens if there is no such method, or if instance is None.
+        """
         self.opened.pop(id(instance), None)
+        # object() does nothing.
         return in_thread(partial(outcome, getattr(instance, self.closer, object)))
 
     def close(self):
@@ -403,16 +402,13 @@ class Player:
         """
         if self.make and not self.settings.agent:   # an agent writes messages of its own
             self.template.check(self.messages(prompts[0].row["prompt"]))
-        texts = ["Answer: 0", "Answer: 0"]
-        if not self.make:
-            texts[1] = ""                           # a reward has to take an empty answer as well
-        engine = TrialEngine()
-        jobs = []
-        for prompt, text in zip(prompts * 2, texts):
-            turn = self.tokenizer(text, add_special_tokens=False).input_ids + self.eos_ids[:1]
-            engine.turns.append(turn)
-            jobs.append((prompt.row, Request(None, prompt.ids, 0, max_tokens=len(turn))))
-        rollouts = OpenEpisodes(self, engine).play(jobs)
+        # Of two single answers the second is empty, which a reward has to take as well.
+        texts = ["Answer: 0", "Answer: 0" if self.make else ""]
+        turns = [self.tokenizer(text, add_special_tokens=False).input_ids + self.eos_ids[:1]
+                 for text in texts]
+        jobs = [(prompt.row, Request(None, prompt.ids, 0, max_tokens=len(turn)))
+                for prompt, turn in zip(prompts * 2, turns)]
+        rollouts = OpenEpisodes(self, TrialEngine(turns)).play(jobs)
         for r in rollouts:
             problem = r.counts.get("problem")
             # There is no room for a second turn. An agent that has asked once may fail because of that.
@@ -441,9 +437,9 @@ class Player:
 class TrialEngine(Engine):
     """An engine that answers with made-up turns: turns[name] are the tokens for the Request of this name."""
 
-    def __init__(self):
+    def __init__(self, turns):
         super().__init__()
-        self.turns = []
+        self.turns = turns
 
     def step(self):
         request = self.added.pop(0)
@@ -460,7 +456,7 @@ class OpenEpisodes:
 
     The engine may also sample for other OpenEpisodes.
 
-    workers    as many free workers as there may be further calls in threads
+    workers    a semaphore: how many more calls may run in threads
     waiting    pairs (number, job) of the episodes that have not begun
     playing    {number: (the Episode, the generator that its play() returned)}
     calls      {Future of a call in a thread: the number of the episode that waits for it}
@@ -488,7 +484,7 @@ class OpenEpisodes:
         self.waiting += zip(self.groups[key], jobs)
 
     def play(self, jobs):
-        """Return the Rollouts of these jobs, if no others are open; return none if a signal has come."""
+        """Play these jobs, if no others are open. Return their Rollouts, or none if a signal has come."""
         self.add("all", jobs)
         while "all" in self.groups:
             complete = self.step()
@@ -510,15 +506,21 @@ class OpenEpisodes:
             episode = Episode(self.player, *job)
             self.playing[number] = episode, episode.play()
             self._go_on(number)
-        engine.abort([number for number, (episode, _) in self.playing.items() if episode.abandoned])
+        # The client of an agent may have left, so that nobody waits any more for what the engine samples.
+        engine.abort([number for number, (episode, _) in self.playing.items()
+                      if episode.asking and episode.asking.future.cancelled()])
         # An episode that waits for no call waits for the engine.
         if len(self.playing) > len(self.calls) and not engine.signalled:
             self._step_engine()
         patience = 0 if len(self.playing) > len(self.calls) else None
         for call in wait(self.calls, patience, FIRST_COMPLETED).done:
             self._go_on(self.calls.pop(call), call.result())
-        complete = [key for key, numbers in self.groups.items() if self.rollouts.keys() >= {*numbers}]
-        return {key: [self.rollouts.pop(number) for number in self.groups.pop(key)] for key in complete}
+        complete = {}
+        for key, numbers in [*self.groups.items()]:
+            if all(number in self.rollouts for number in numbers):
+                complete[key] = [self.rollouts.pop(number) for number in numbers]
+                del self.groups[key]
+        return complete
 
     def abort(self):
         """Give up all episodes that have not ended, and the groups that are not complete."""

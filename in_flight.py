@@ -22,7 +22,7 @@ from runtime import distributed
 class InFlightSampler(Sampler):
     """A Sampler whose groups may be incomplete when a step ends. begin, until and abort are collectives.
 
-    open       {name: data.Prompt} of the groups of all ranks that were begun and neither returned nor given up
+    open       {name: data.Prompt} of all ranks' groups that were begun and neither returned nor given up
     complete   the names of the open groups that are complete, in the order of completion
     rollouts   {name: Rollouts} of the complete groups of this rank
     episodes   the OpenEpisodes of this rank
@@ -50,8 +50,8 @@ class InFlightSampler(Sampler):
     def until(self, count):
         """Sample until `count` groups are complete, on all ranks together; return the Rollouts of this rank.
 
-        The groups that were complete first are returned. Where the same step of the engines completed several,
-        the one that was begun first comes first. The Rollouts of a group are adjacent. Does not return if a
+        The groups that were complete first are returned. If the same step completed several of them, the one
+        that was begun first comes first. The Rollouts of a group are adjacent. Does not return if a
         signal has come. Raises ValueError if fewer groups are open.
         """
         if count > len(self.open):

@@ -56,9 +56,9 @@ class Template:
         question = tokenizer.decode(self.opening([{"role": "user", "content": "?"}]))
         if not question.rstrip().endswith("</think>"):      # otherwise the policy is not to think
             turns = THOUGHTFUL_WITH_TOOLS if tools else THOUGHTFUL
-            tags = [tag for tag in turns if tag in str(tokenizer.chat_template)]
-            if tags:
-                self.sample_turn = turns[tags[0]]
+            for tag, turn in turns.items():
+                if tag in str(tokenizer.chat_template):
+                    self.sample_turn = turn
 
     def opening(self, messages, ask=True):
         """Return the ids of messages and, with ask, of what stands before the policy's turn."""

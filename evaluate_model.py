@@ -47,23 +47,24 @@ check(world_size == 1, "evaluate_model.py runs in one process: python evaluate_m
 with input_errors():
     if output:
         open(output, "a").close()                               # it fails now, not after hours of sampling
-    named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
-             data.named_rows(settings, "eval"))
     base = check_model(model)
-    if not prompt:                                              # a look at a model needs no length of its own
+    if prompt:
+        rows = [("prompt", {"prompt": [{"role": "user", "content": prompt}]})]
+    else:
+        rows = data.named_rows(settings, "eval")
         check_tiny_defaults(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     player = Player(settings, tokenizer, eos_ids)
-    prompts = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)
-    longest = max(max_prompt_length, *(len(prompt.ids) for prompt in prompts)) + max_completion_length
+    prompts = data.encode_rows(tokenizer, rows, chat, system_prompt, player.tools)
+    longest = max(max_prompt_length, *(len(row.ids) for row in prompts)) + max_completion_length
     compute_dtype = distributed.compute_dtype(dtype)
     settings.reward_model = ""                                  # a setting of a training run
     scorer = rewards.Scorer(settings, device, compute_dtype, player)
     scorer.budget = math.inf                                    # it scores all completions at once
-    # A broken environment or reward shows now. Completions of a prompt of one's own are not scored.
+    # A broken environment or reward shows now. Completions of --prompt are not scored.
     if prompt:
-        player.trial_episodes(prompts[:1])
+        player.trial_episodes(prompts)
     else:
         scorer.check_rewards(prompts[:1])
     # The length is known only now.
@@ -75,33 +76,43 @@ print(f"generating {len(prompts)} x {samples} completions of at most {max_comple
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 rollouts = sample(prompts, samples, [f"eval {i}" for i in range(len(prompts))])
 
-# Everything after the prompt, with what the chat template writes between the turns of an episode.
-said = [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], r.finish_reason) for r in rollouts]
+
+def texts_of(rollouts):
+    # Returns all that follows each prompt, with what the chat template writes between turns of an episode.
+    return [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], r.finish_reason) for r in rollouts]
+
+
 if prompt:
-    for i, text in enumerate(said, 1):
+    for i, text in enumerate(texts_of(rollouts), 1):
         print(f"--- sample {i} of {samples}\n{printable(text)}")
     distributed.leave()                                         # ends the process
 
 scorer(rollouts)
 groups = [rollouts[first:first + samples] for first in range(0, len(rollouts), samples)]        # by prompt
-for number, group in enumerate(groups[:show]):
-    row, texts = group[0].row, said[number * samples:(number + 1) * samples]
+for group in groups[:show]:
+    row = group[0].row
     print(printable(f"--- {rewards.content(row['prompt'])}   (truth: {row.get('answer')})"))
     # Samples that are the same are shown once, with their count.
+    texts = texts_of(group)
     for text in dict.fromkeys(texts):
         score = group[texts.index(text)].score
         print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {score:g}\n")
 if output:
     with open(output, "w") as file:                             # earlier results have stayed until now
         for group in groups:
-            shown = [{"completion": r.completion if player.make else rewards.content(r.completion),
-                      "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}
-                     for r in group]
-            # None if no sample was scored.
+            lines = []
+            for r in group:
+                completion = r.completion if player.make else rewards.content(r.completion)
+                line = {"completion": completion, "score": r.score, "finish_reason": r.finish_reason}
+                if math.isnan(r.score):
+                    line["score"] = None
+                lines.append(line)
+            # The mean is None if no sample was scored.
             mean = evaluation(group, samples).get(f"eval/mean@{samples}")
-            line = group[0].row | {f"mean@{samples}": mean, "samples": shown}
-            file.write(json.dumps(line, default=str) + "\n")
-if problems := failures(rollouts):
+            row = group[0].row | {f"mean@{samples}": mean, "samples": lines}
+            file.write(json.dumps(row, default=str) + "\n")
+problems = failures(rollouts)
+if problems:
     print(f"{len(problems)} of {len(rollouts)} completions were not scored; the first: {problems[0]}")
 for name, value in evaluation(rollouts, samples).items():
     print(f"{name:40} {value:.4f}")

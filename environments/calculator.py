@@ -6,14 +6,16 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def value(node):
+    # Returns the value of a node of Python's syntax tree: of a sum, a difference, a product or a number.
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        operate = OPERATORS[type(node.op)]
+        return operate(value(node.left), value(node.right))
     return int(ast.unparse(node))
 
 
 class Calculator:
     def reset(self, **row):
-        """Nothing to do. There is no get_reward either: the task's verifier scores the last message."""
+        """Does nothing. There is no get_reward either: the task's verifier scores the last message."""
 
     def calculate(self, expression: str) -> str:
         """Computes the value of an expression of whole numbers.

@@ -3,16 +3,17 @@ import re
 
 
 class Guess:
-    """Answers a guess with higher or lower. Reward: 1 for finding the number."""
+    """Answers a guess with higher or lower, and rewards the right guess with 1."""
 
     def reset(self, number, **row):
         self.number = number
 
     def step(self, text):
-        guess = re.fullmatch(r"\s*(\d{1,3})\s*", text)
-        if not guess:
+        if not re.fullmatch(r"\s*\d{1,3}\s*", text):
             return "A number from 1 to 64, please.", 0.0, False
-        guess = int(guess[1])
+        guess = int(text)
         if guess == self.number:
             return None, 1.0, True
-        return "higher" if self.number > guess else "lower", 0.0, False
+        if guess < self.number:
+            return "higher", 0.0, False
+        return "lower", 0.0, False

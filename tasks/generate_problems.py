@@ -37,9 +37,13 @@ def polynomial(coefficients, name="x"):
 
 
 def nonzero(rng, low, high):
-    """Return a random whole number from low to high, but not 0; low = n * (1 - d) keeps it positive at
-    difficulty 1."""
+    """Return a random whole number from low to high, but not 0."""
     return rng.choice([value for value in range(low, high + 1) if value])
+
+
+def scaled(rng, n, d):
+    """Return a random whole number, but not 0. At difficulty 1 it is from 1 to n, and therefore positive."""
+    return nonzero(rng, n * (1 - d), n * d)
 
 
 def absolute_value(rng, d):
@@ -55,9 +59,9 @@ def absolute_value(rng, d):
 
 
 def arithmetic_sequence(rng, d):
-    first = nonzero(rng, 9 * (1 - d), 9 * d)
+    first = scaled(rng, 9, d)
     n = rng.randint(4, 10 * d)
-    gap = Fraction(nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(1, d))
+    gap = Fraction(scaled(rng, 9, d), rng.randint(1, d))
     rise = (n - 1) * gap
     steps = [f"d={gap}", f"{n - 1}*{gap}={rise}", f"{first}{term(rise)}"]
     return f"Term {n} of {first}, {first + gap}, {first + 2 * gap}, ...", steps, first + rise
@@ -121,10 +125,10 @@ def nested_linear(rng, d):
 
 
 def polynomial_remainder(rng, d):
-    x = nonzero(rng, 5 * (1 - d), 5 * d)
+    x = scaled(rng, 5, d)
     value = rng.randint(1, d)
     last = nonzero(rng, -9 * d, 9 * d)
-    coefficients = [value, *(nonzero(rng, 9 * (1 - d), 9 * d) for _ in range(d)), last]
+    coefficients = [value, *(scaled(rng, 9, d) for _ in range(d)), last]
     steps = [f"x={x}"]
     # Horner's rule
     for k in coefficients[1:]:
@@ -135,7 +139,7 @@ def polynomial_remainder(rng, d):
 
 def quadratics(rng, d):
     m = rng.randint(1, d)
-    p = nonzero(rng, 6 * (1 - d), 6 * d)
+    p = scaled(rng, 6, d)
     c = rng.randint(0, 9 * d)
     # The roots are p/m < q/m.
     q = p + m * rng.randint(1, 7 * d)
@@ -146,8 +150,8 @@ def quadratics(rng, d):
 
 
 def systems(rng, d):
-    x = nonzero(rng, 9 * (1 - d), 9 * d)
-    y = nonzero(rng, 9 * (1 - d), 9 * d)
+    x = scaled(rng, 9, d)
+    y = scaled(rng, 9, d)
     a = rng.randint(1, 2 * d)
     b = rng.randint(1, 2 * d)
     k = rng.randint(1, d)

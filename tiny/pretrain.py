@@ -17,8 +17,8 @@ The model of episodes reads games of environments/guess_number.py, and arithmeti
 environments/calculator.py, which are seldom played well. In most games the player talks before it plays, and
 in many it guesses only near the middle of the numbers that are left. In arithmetic it mostly answers without
 the tool, and then it is wrong. None of these prompts is held out, but every number has been played. The model
-of compose reads answers that carry out some operations of their prompt, all of them correctly, but in a random
-order. GRPO has to find out what pays.
+of compose reads answers that carry out some operations of their prompt, all correctly, but in a random order.
+GRPO has to find out what pays.
 """
 import itertools
 import os

@@ -36,7 +36,7 @@ from bench.faster import WAYS, apply
 from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed
-from runtime.check_model import forecast
+from runtime.memory import forecast
 from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # model

@@ -32,12 +32,6 @@ def stranger(folder, tmp_path_factory):
 # ---------------------------------------------------------------- settings of the tiny model
 
 
-def test_a_folder_of_gguf_files_says_what_to_do(tmp_path):
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"^model=.*: it holds GGUF files.* the folder with config.json"):
-        check_model.check_model(str(tmp_path))
-
-
 @pytest.mark.parametrize("script, keys", [
     ("train_grpo.py", "learning_rate=0.0001, max_prompt_length=64, max_completion_length=64"),
     ("train_dapo.py", "learning_rate=0.0001, max_prompt_length=64, max_completion_length=64"),

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from model import load_critic, load_policy, micro_batches
 from rollout import Rollout
 from runs import forked, on_ranks, refused
-from runtime import check_model
-from runtime.check_model import forecast, forecast_note, sizes
+from runtime import memory
+from runtime.memory import forecast, forecast_note, sizes
 
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
                 entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",
@@ -212,8 +212,8 @@ def test_only_shards_that_exceed_the_device_are_refused(large, monkeypatch):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**LARGE)).parameters())
     host = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 80e9}
-    monkeypatch.setattr(check_model.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(check_model.os, "sysconf", host.get)
+    monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory.os, "sysconf", host.get)
     assert "\n" not in forecast_note(settings(large), 8)
     host["SC_PHYS_PAGES"] = 16 * parameters / 2 + 1
     assert "GB\nIt does not fit: docs/speed.md" in forecast_note(settings(large), 2)

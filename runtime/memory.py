@@ -1,0 +1,128 @@
+"""
+A forecast of the memory that a run takes, from its settings and its models' configs.
+
+    forecast        the bytes of a rank, at its peaks while it samples and while it updates
+    forecast_note   the forecast as a line of text for the console
+"""
+import functools
+import os
+from types import SimpleNamespace
+
+import torch
+
+from runtime.check_model import located, model_class, read_config, reading
+
+
+@functools.cache
+def sizes(path):
+    """Return numbers of a model: V (vocabulary), H (hidden size), depth (layers), whole (parameters), through
+    (how many numbers go into matrix products and come out of them, for each token and in all layers) and
+    cached (how many numbers the KV cache has for each token)."""
+    # On the meta device the model has only shapes.
+    with reading(f"model={path}: its config"), torch.device("meta"):
+        config = read_config(located(path))
+        hf = model_class(config)(config)
+    text = config.get_text_config()
+    V, H = hf.get_input_embeddings().weight.shape
+    # A token is sent to a few of the experts, which stand in one tensor, [experts, out, in].
+    experts = getattr(text, "num_experts_per_tok", 1) or 1
+    through = 0
+    cached = 0
+    for name, part in hf.get_decoder().named_modules():
+        if name.endswith((".k_proj", ".v_proj")):
+            cached += part.out_features
+        if isinstance(part, torch.nn.Embedding):
+            continue
+        for parameter in part.parameters(recurse=False):
+            if parameter.ndim > 1:
+                times = experts if parameter.ndim == 3 else 1
+                through += times * sum(parameter.shape[-2:])
+    return SimpleNamespace(V=V, H=H, depth=text.num_hidden_layers, through=through, cached=cached,
+                           whole=sum(p.numel() for p in hf.parameters()))
+
+
+def forecast(s, ranks, memory, cuda):
+    """Return the bytes that a rank takes while it samples and while it updates, at the peak of each.
+
+    s: a script's settings. ranks: how many train. memory: that of a device, in bytes. cuda: whether it is a
+    GPU. Only tensors are counted, for layers such as Llama's: CUDA, NCCL and vLLM's graphs take one to three
+    GB more. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
+    """
+    in_16_bits = s.dtype in ("bfloat16", "float16") or (s.dtype == "auto" and cuda)
+    b = 2 if in_16_bits else 4                                  # bytes of a number in a layer
+    m = sizes(s.model)
+    head = m.V * m.H
+    weights, gradients, adam = sharded(s, b, s.shard_ranks or ranks)
+    state = weights + gradients + adam
+    if state > memory:
+        raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
+                         f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
+
+    # An update. Until the backward pass autograd keeps about 1.2 times what goes through the matrix products
+    # of layers such as Llama's. With checkpointing it keeps the input of each layer, and computes one layer
+    # at a time again.
+    T = s.token_budget / s.sequence_parallel_size
+    kept = 1.2 * b * m.through
+    recomputed = 0
+    if s.gradient_checkpointing:
+        recomputed = kept / m.depth
+        kept = b * m.H * m.depth
+    # Two chunks of logits (logprobs.LOGITS), or two gradients of the head.
+    logits = 8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T)
+    if not s.lora_rank:
+        logits = max(logits, 8 * head)
+    gathered = b * (2 * m.whole / m.depth + head)               # FSDP2 has two layers and the head whole
+    update = state + T * kept + max(logits, T * recomputed) + gathered
+    resting = weights + adam
+    if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
+        update = max(update - adam, state)
+        resting = weights
+    if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
+        return resting, update
+
+    # Sampling, and the weight sync before it, which takes two copies of the largest parameter.
+    engine = b * m.whole / s.vllm_tensor_parallel_size
+    copies = 2 * b * head
+    if s.engine != "hf" and cuda:           # vLLM takes its share of the device, and sleeps in an update
+        return resting + max(engine + copies, s.vllm_gpu_memory_utilization * memory), update
+    rows = min(256, s.prompts_per_step * s.num_generations / ranks)
+    cache = rows * b * m.cached * (s.max_prompt_length + s.max_completion_length)
+    if s.engine != "hf":
+        cache = 2 ** 30
+    return resting + engine + max(cache, copies), update + engine
+
+
+def sharded(s, b, shards):
+    """Return the bytes of weights, gradients and Adam's moments that each of `shards` ranks has."""
+    m = sizes(s.model)
+    # Whatever is trained has all three in float32.
+    trained = m.whole
+    weights = 4 * m.whole
+    if s.lora_rank:
+        trained = s.lora_rank * m.through
+        weights = b * m.whole + 4 * trained
+    most_gradients = trained                                    # those of one network at a time
+    if hasattr(s, "critic_model"):
+        critic = sizes(s.critic_model or s.model).whole
+        weights += 4 * critic
+        most_gradients = max(most_gradients, critic)
+        trained += critic
+    if getattr(s, "kl_coef", 0) > 0:                            # a script of your own may have dropped it
+        weights += b * sizes(s.reference_model or s.model).whole
+    return weights / shards, 4 * most_gradients / shards, 8 * trained / shards
+
+
+def forecast_note(s, ranks):
+    """Return the forecast of this rank's GPU, or of its part of the host's memory, as a line of text."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    sampling, update = forecast(s, ranks, memory, cuda)
+    note = (f"forecast of memory per rank: sampling {sampling / 1e9:.2f}, update {update / 1e9:.2f} of "
+            f"{memory / 1e9:.2f} GB")
+    if max(sampling, update) > memory:
+        note += "\nIt does not fit: docs/speed.md says which settings take less"
+    return note

@@ -1,22 +1,24 @@
 """
-A run's folder, and the checkpoints in it: models and state on their way to disk and back.
+Checkpoints, and the folder of a run that holds them.
 
-While a run lives no other run can write to its folder, and a folder that belongs to no run is left alone. A
-checkpoint is written next to its final place, synced to disk and then renamed, so it is whole or absent:
+A checkpoint holds all that a resumed run needs. What run.state consists of is in run.py (new_state), and so
+is when a run saves (Run.save, and Run.stop after a signal):
 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
     checkpoint-60/trainer/    optimizer-00000.safetensors with the first rank's rows of Adam's moments, and so
-                              on for each rank of a copy of the weights; state.json and, if a run keeps
-                              arrays, arrays.safetensors; checksums.json
+                              on for each rank of a copy of the weights; run.state as state.json; and, if
+                              there are any, run.arrays as arrays.safetensors
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
-With lora_rank the folder holds an adapter (lora.py) instead of a model.
+With lora_rank the folder holds an adapter (lora.py) instead of a model. A checkpoint is written next to its
+final place, synced to disk and then renamed, so it is whole or absent. While a run lives, no other run can
+write to its folder, and a folder that belongs to no run is left alone.
 """
 import atexit
-import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -34,15 +36,15 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from runtime.check_model import share
 from runtime.distributed import range_of_rows
+from runtime.model_files import share
 
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
 
 def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
-    """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
+    """Write a run's models to `folder` (.../checkpoint-N), and what else a resume needs to trainer/ in it.
 
     networks: {subfolder: (model.Network, optimizer, or None if nothing trains it)}; the policy's is "", so
     that from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a
@@ -51,15 +53,17 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     cannot write its part (because the disk is full, say), it raises the error, and no older checkpoint is
     removed. A collective.
     """
-    out_dir, master = os.path.dirname(folder), dist.get_rank() == 0
+    out_dir = os.path.dirname(folder)
     part = os.path.join(out_dir, "checkpoint.part")
+    master = dist.get_rank() == 0
     if master:
         shutil.rmtree(part, ignore_errors=True)         # a run that was killed may have left it
     dist.barrier()
     try:
         for place, (model, optimizer) in networks.items():
             if optimizer:
-                os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
+                trainer = os.path.join(part, place, "trainer")
+                os.makedirs(trainer, exist_ok=True)
                 save_optimizer(trainer, model, optimizer)
             model.save(os.path.join(part, place))
         dist.barrier()                                  # all ranks have written
@@ -69,25 +73,25 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(out_dir)
-            remove_older(folder, state["eval_scores"], keep)
+            remove_older(out_dir, state["eval_scores"], keep)
     finally:
         if master:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def remove_older(folder, scores, keep):
-    # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
-    found = checkpoints(os.path.dirname(folder))
-    older = found[:found.index(folder) + 1]
-    scored = [one for one in older if scores.get(str(step_of(one))) is not None]
-    best = max(scored, key=lambda one: scores[str(step_of(one))], default=None)
-    for other in {*found} - {*older[-keep:], best}:
-        shutil.rmtree(other, ignore_errors=True)
+def remove_older(out_dir, scores, keep):
+    # Removes the checkpoints of a run except the `keep` newest and the best, the newest of equal ones.
+    def score(folder):
+        return scores.get(str(step_of(folder)), -math.inf)
+
+    saved = checkpoints(out_dir)
+    best = max(reversed(saved), key=score)
+    for folder in {*saved} - {best, *saved[-keep:]}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_state(folder, state, arrays={}):
-    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
-    # file, and waits until the disk has all.
+    """Write state.json, and arrays.safetensors if there are arrays; wait until the disk has the folder."""
     trainer = Path(folder, "trainer")
     trainer.mkdir(exist_ok=True)
     if arrays:
@@ -96,15 +100,8 @@ def write_state(folder, state, arrays={}):
         save_arrays(whole, trainer / "arrays.safetensors")
     (trainer / "state.json").write_text(json.dumps(state))
     share(folder)
-    checksums = {name: checksum(path) for name, path in contents(folder).items()}
-    (trainer / "checksums.json").write_text(json.dumps(checksums, indent=1))
     for path in (*Path(folder).rglob("*"), folder):
         sync(path)
-
-
-def contents(folder):
-    # Returns {name relative to the folder: path} of the files in it. A pipe would not end.
-    return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def sync(path):
@@ -114,58 +111,37 @@ def sync(path):
     os.close(descriptor)
 
 
-def checksum(path):
-    # Returns the CRC-32 of a file.
-    value = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
+def save_optimizer(folder, model, optimizer):
+    """Write this rank's rows of an optimizer's state. Of ranks that hold the same rows the first writes."""
+    model.reshard()                     # after a forward without backward FSDP2 leaves the root gathered
+    *copies, shard = next(model.parameters()).device_mesh.get_coordinate()
+    if any(copies):
+        return
+    moments = {}
+    for name, parameter in model.named_parameters():
+        for key, x in optimizer.state.get(parameter, {}).items():
+            moments[f"{name}.{key}"] = x.to_local() if isinstance(x, DTensor) else x
+    save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors")
 
 
 def checksum_of_rows(rows):
     """Return the CRC-32 of a data set's rows, by which a resumed run recognises its data."""
-    value = 0
+    checksum = 0
     for row in rows:
-        value = zlib.crc32(json.dumps(row, default=str).encode(), value)
-    return value
+        checksum = zlib.crc32(json.dumps(row, default=str).encode(), checksum)
+    return checksum
 
 
 # ---------------------------------------------------------------- and back
 
 def checkpoints(out_dir):
     """Return the checkpoint-N folders of a run, oldest first."""
-    names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-\d+", name)]
+    names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-[0-9]+", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=step_of)]
 
 
 def step_of(folder):
     return int(folder.rpartition("-")[2])
-
-
-def damage(folder):
-    """Return what is wrong with a checkpoint: a file that is missing, foreign or altered; or None."""
-    place = "trainer/checksums.json"
-    found = contents(folder)
-    try:
-        listed = json.loads(found.pop(place).read_bytes())
-        for name in sorted({*found, *listed}):
-            if name not in found or checksum(found[name]) != listed.get(name):
-                return f"{name} is not what {place} lists"
-    # The list of checksums may hold anything.
-    except Exception as error:
-        return f"{place}: {type(error).__name__}: {error}"
-
-
-def save_optimizer(folder, model, optimizer):
-    # Writes this rank's rows of an optimizer's state. Of ranks that hold the same rows the first writes them.
-    model.reshard()                     # after a forward without backward FSDP2 leaves the root gathered
-    *copies, shard = next(model.parameters()).device_mesh.get_coordinate()
-    if not any(copies):
-        moments = {f"{name}.{key}": x.to_local() if isinstance(x, DTensor) else x
-                   for name, parameter in model.named_parameters()
-                   for key, x in optimizer.state.get(parameter, {}).items()}
-        save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors")
 
 
 def load_optimizers(folder, networks):
@@ -174,12 +150,13 @@ def load_optimizers(folder, networks):
     Raises ValueError like load_optimizer, and if a network was not loaded from its folder in the checkpoint.
     """
     for place, (model, optimizer) in networks.items():
-        own = os.path.join(folder, place) if place else folder
-        if not model.adapters and model.hf.name_or_path != own:
+        saved = os.path.join(folder, place) if place else folder
+        # With adapters the initial model is loaded.
+        if not model.adapters and model.hf.name_or_path != saved:
             raise ValueError(f"resume={folder}: networks[{place!r}] was loaded from {model.hf.name_or_path}, "
-                             f"not from {own}")
+                             f"not from {saved}")
         if optimizer:
-            load_optimizer(own, model, optimizer)
+            load_optimizer(saved, model, optimizer)
 
 
 def load_optimizer(folder, model, optimizer):
@@ -193,22 +170,25 @@ def load_optimizer(folder, model, optimizer):
         files = [safe_open(path, "pt") for path in sorted(Path(folder, "trainer").glob("optimizer-*"))]
         for entry in files[0].keys():
             name, _, key = entry.rpartition(".")
-            parameter, parts = parameters[name], [file.get_slice(entry) for file in files]
-            if parts[0].get_shape():
-                first, end = range_of_rows(len(parameter), parameter.device_mesh)
-                size = -(-len(parameter) // len(files))         # rows in a file; the last ones may have fewer
-                rows = torch.cat([part[max(0, first - n * size):max(0, end - n * size)]
-                                  for n, part in enumerate(parts)])
-                value = torch.zeros_like(parameter)
-                if rows.shape != value.to_local().shape:        # copy_ would repeat a row or a column
-                    raise ValueError(f"{entry} has another shape than its parameter")
-                value.to_local().copy_(rows)
-            else:
-                value = files[0].get_tensor(entry)              # how many steps were made
-            optimizer.state[parameter][key] = value
+            optimizer.state[parameters[name]][key] = read_rows(files, entry, parameters[name])
     except Exception as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     optimizer.load_state_dict(optimizer.state_dict())           # each value on the device that it needs
+
+
+def read_rows(files, entry, parameter):
+    # Returns this rank's rows of what an optimizer keeps for a parameter. The files have it cut into parts.
+    parts = [file.get_slice(entry) for file in files]
+    if not parts[0].get_shape():
+        return files[0].get_tensor(entry)                       # how many steps were made
+    first, end = range_of_rows(len(parameter), parameter.device_mesh)
+    size = -(-len(parameter) // len(files))                     # rows in a file; the last ones may have fewer
+    rows = torch.cat([part[max(0, first - n * size):max(0, end - n * size)] for n, part in enumerate(parts)])
+    value = torch.zeros_like(parameter)
+    if rows.shape != value.to_local().shape:                    # copy_ would repeat a row or a column
+        raise ValueError(f"{entry} has another shape than its parameter")
+    value.to_local().copy_(rows)
+    return value
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -218,40 +198,44 @@ def locate_run(out_dir, resume, default):
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder whose name
     is `default` and random letters, because two runs may begin in the same second. The folder is locked.
-    resume=auto takes the newest checkpoint in out_dir, if there is one; it passes over damaged ones and
-    prints their names. Raises ValueError for a resume that is not a checkpoint, is damaged, or is not the
-    newest of its run, and for a folder that holds another run or only damaged checkpoints, or belongs to no
-    run; OSError for one that cannot be written.
+    resume=auto takes the newest checkpoint in out_dir, if there is one. Raises ValueError for a resume that
+    is no checkpoint or not the newest of its run, and for a folder that holds another run or belongs to no
+    run; OSError for a folder that cannot be written.
     """
-    out_dir, resume, default = (
-        path if path in ("", "auto") else os.path.abspath(os.path.expanduser(path))
-        for path in (out_dir, resume, default))
     if resume == "auto" and not out_dir:
         raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
-    if resume not in ("", "auto") and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
-        raise ValueError(f"resume={resume}: not a checkpoint folder")
-    folder = out_dir or os.path.dirname(resume) or f"{default}-{token_hex(3)}"
+    folder = absolute(out_dir)
+    if resume not in ("", "auto"):
+        resume = absolute(resume)
+        if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
+            raise ValueError(f"resume={resume}: not a checkpoint folder")
+        folder = folder or os.path.dirname(resume)
+    is_new = not folder
+    if is_new:
+        folder = absolute(f"{default}-{token_hex(3)}")
     # Another run in the folder may be about to end, so the lock comes before looking into it.
     lock(folder)
-    if not (out_dir or resume):                                 # a run that is refused leaves no folder
-        atexit.register(lambda: os.listdir(folder) == [".lock"] and shutil.rmtree(folder))
-    found = checkpoints(folder)
+    if is_new:
+        atexit.register(remove_unused, folder)
+    saved = checkpoints(folder)
     if resume == "auto":
-        for newest in reversed(found):
-            if not (problem := damage(newest)):
-                return folder, newest
-            print(f"{newest} is damaged and passed over: {problem}", file=sys.stderr)
-        if found:
-            raise ValueError(f"resume=auto: all {len(found)} checkpoints in {folder} are damaged")
-        return folder, None
-    if resume in found[:-1]:
-        raise ValueError(f"resume={resume}: {found[-1]} is newer; remove it, or name a new out_dir")
-    if resume not in found and set(os.listdir(folder)) - {".lock"}:
+        resume = max(saved, key=step_of, default="")
+    elif resume in saved[:-1]:
+        raise ValueError(f"resume={resume}: {saved[-1]} is newer; remove it, or name a new out_dir")
+    elif resume not in saved and set(os.listdir(folder)) - {".lock"}:
         raise ValueError(f"out_dir={folder} holds another run: "
                          "name a new folder, or resume it by --resume=auto")
-    if resume and (problem := damage(resume)):
-        raise ValueError(f"resume={resume}: damaged: {problem}")
     return folder, resume or None
+
+
+def absolute(path):
+    return os.path.abspath(os.path.expanduser(path)) if path else ""
+
+
+def remove_unused(folder):
+    # A run that is refused leaves no folder.
+    if os.listdir(folder) == [".lock"]:
+        shutil.rmtree(folder)
 
 
 def lock(out_dir):
@@ -261,8 +245,6 @@ def lock(out_dir):
     killed live on until the end of their step. Raises ValueError if that run does not end or the folder
     belongs to no run, and OSError if it cannot be written.
     """
-    with contextlib.suppress(FileNotFoundError):
-        os.stat(out_dir)                                        # if its path is too long, makedirs recurses
     os.makedirs(out_dir, exist_ok=True)
     # A run's folder has a .lock from its first moment on.
     strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}

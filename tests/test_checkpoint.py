@@ -1,5 +1,4 @@
 """Folders and checkpoints of strangers: nothing is overwritten, nothing of theirs is run."""
-import json
 import os
 import shutil
 import time
@@ -111,31 +110,7 @@ def whole(tmp_path):
     for name in ("config.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
     checkpoint.write_state(str(folder), {"step": 1})
-    assert checkpoint.damage(str(folder)) is None
     return folder
-
-
-def replaced(path, make):
-    os.remove(path)
-    make(path)
-
-
-@pytest.mark.parametrize("harm, problem", [
-    (lambda f: os.remove(f / "config.json"), "config.json is not what"),
-    (lambda f: (f / "modeling.py").write_text("import os"), "modeling.py is not what"),
-    (lambda f: replaced(f / "config.json", os.mkfifo), "config.json is not what"),
-    (lambda f: os.symlink("/etc/hostname", f / "extra"), "extra is not what"),
-    (lambda f: replaced(f / "trainer/checksums.json", os.mkfifo), "checksums.json: KeyError"),
-    (lambda f: replaced(f / "trainer/checksums.json", lambda path: os.symlink("/dev/zero", path)),
-     "checksums.json: KeyError"),
-    (lambda f: (f / "trainer/checksums.json").write_text("[" * 100_000), "Error"),
-    (lambda f: (f / "trainer/checksums.json").write_text("[]"), "checksums.json: AttributeError"),
-    (lambda f: (f / "trainer/checksums.json").write_text(json.dumps({"../../../etc/passwd": 1})),
-     "/etc/passwd is not what"),
-    (lambda f: (f / "config.json").write_text("{ }"), "config.json is not what trainer/checksums.json lists")])
-def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
-    harm(whole)
-    assert problem in checkpoint.damage(str(whole))
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
@@ -150,9 +125,9 @@ def test_files_have_the_mode_of_ordinary_ones(folder, mesh, tmp_path, umask, mod
                                    arrays)
     finally:
         os.umask(before)
-    files = checkpoint.contents(saved)
-    assert any("model.safetensors" in name for name in files)
-    assert {oct(path.stat().st_mode & 0o777) for path in files.values()} == {oct(mode)}
+    files = [path for path in (tmp_path / "checkpoint-1").rglob("*") if path.is_file()]
+    assert any("model.safetensors" in path.name for path in files)
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(mode)}
 
 
 # ---------------------------------------------------------------- folders

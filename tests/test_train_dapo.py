@@ -116,7 +116,6 @@ def at_step_2(run, path, change={}):
         shutil.rmtree(path / f"checkpoint-{step}")
     folder = path / "checkpoint-2"
     state = state_of(folder)
-    os.remove(folder / "trainer" / "checksums.json")
     checkpoint.write_state(folder, state | change | {"settings": state["settings"] | change.get("settings", {})})
     return path
 

@@ -191,16 +191,6 @@ def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, 
     assert without_times(lines(tmp_path / "again")) == without_times(metrics)
 
 
-def test_the_best_evaluation_of_a_model_that_was_not_saved_is_named(folder, reward_file, tmp_path):
-    for last, named in ((0.3, True), (0.9, False)):
-        script = changed(tmp_path, ("    if run.due(save_interval):",
-                                    f"    run.state['eval_scores'][str(step)] = [0.1, 0.9, {last}][step]\n"
-                                    "    if run.due(save_interval):"))
-        output = forked(tmp_path / "log", script, *small(folder, reward_file, "--save_interval=0"),
-                        f"--out_dir={tmp_path}/{last}")
-        assert ("\nStep 1 has the best evaluation but no checkpoint: save_interval says" in output) == named
-
-
 @pytest.mark.parametrize("setting", ["top_p = 0.5", "top_k = 3"])
 def test_a_setting_of_evaluation_does_not_act_in_training(folder, tmp_path, setting):
     script = changed(tmp_path, ("temperature = 1.0 ", f"{setting}\ntemperature = 1.0 "))

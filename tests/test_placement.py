@@ -328,10 +328,9 @@ def test_episodes_apart(train, talker, games, tmp_path):
 
 
 def test_episodes_in_flight_in_threads(train, talker, games):
-    metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", call_workers=4,
-                            in_flight=True, **GAME)
+    metrics, _ = train(model=talker, environment=f"{games}:Letters", reward="", call_workers=4,
+                       in_flight=True, **GAME)
     assert max(ages(metrics)) <= 1 and metrics[0]["episodes/turns"] > 1.2 and len(metrics) == 5
-    assert "call_workers: turns begin when" in output
 
 
 # ---------------------------------------------------------------- a role that is gone
@@ -430,7 +429,7 @@ def test_after_the_last_weights_no_engine_waits_in_vain(folder, reward_file, tmp
     (tmp_path / "slow.py").write_text(SLOW)
     forked(tmp_path / "log", tmp_path / "slow.py", *command(
         tmp_path / "run", model=folder, max_steps=1, **SOON), reward_file, ranks=2)
-    assert checkpoint.damage(tmp_path / "run" / "checkpoint-1") is None
+    assert checkpoint.checkpoints(tmp_path / "run") == [str(tmp_path / "run" / "checkpoint-1")]
 
 
 def logprobs(r, model):

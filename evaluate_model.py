@@ -15,7 +15,7 @@ import rollout
 from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
 from episodes import Player
 from runtime.check_model import check_model, end_tokens, load_tokenizer, read_config
-from runtime.metrics import evaluation, failures
+from runtime.metrics import evaluation_metrics, failures
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
@@ -108,12 +108,12 @@ if output:
                     line["score"] = None
                 lines.append(line)
             # The mean is None if no sample was scored.
-            mean = evaluation(group, samples).get(f"eval/mean@{samples}")
+            mean = evaluation_metrics(group, samples).get(f"eval/mean@{samples}")
             row = group[0].row | {f"mean@{samples}": mean, "samples": lines}
             file.write(json.dumps(row, default=str) + "\n")
 problems = failures(rollouts)
 if problems:
     print(f"{len(problems)} of {len(rollouts)} completions were not scored; the first: {problems[0]}")
-for name, value in evaluation(rollouts, samples).items():
+for name, value in evaluation_metrics(rollouts, samples).items():
     print(f"{name:40} {value:.4f}")
 distributed.leave()

@@ -25,7 +25,7 @@ import rollout
 from configurator import configure
 from episodes import Player
 from runtime.check_model import check_model, end_tokens, load_tokenizer
-from runtime.metrics import evaluation
+from runtime.metrics import evaluation_metrics
 from runtime.user_code import load_from
 # ------------------------------------------------------------------------------------------------------------
 # as in train_grpo.py
@@ -88,7 +88,7 @@ def evaluate():
     evaluator.load_weights(policy.named_parameters(), version=len(lines))
     rollouts = sample(eval_set, eval_samples, [f"eval {i}" for i in range(len(eval_set))])
     scorer(rollouts)
-    figures = evaluation(rollouts, eval_samples)
+    figures = evaluation_metrics(rollouts, eval_samples)
     print({"step": len(lines), **figures}, flush=True)          # also for a run that is stopped
     return figures
 

@@ -1,10 +1,9 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
 set_up, mean, gathered and from_master are collectives: every rank has to call them, in the
-same order. The watchdog ends a rank that would wait in one for ever.
+same order. The watchdog ends a rank that would wait in one of them for ever.
 """
 import atexit
-import contextlib
 import ctypes
 import datetime
 import faulthandler
@@ -41,25 +40,34 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     sys.excepthook = failed
     threading.Thread(target=watchdog.watch, daemon=True).start()
     gc.freeze()                                                 # what was imported will never be garbage
-    cuda = torch.cuda.is_available()
-    if not cuda and platform.libc_ver()[0] == "glibc":
-        keep_freed_memory()
-    group = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if role:
         group = role()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    elif "RANK" in os.environ:
+        group = {}
+    else:
+        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+        if platform.libc_ver()[0] == "glibc":
+            keep_freed_memory()
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
-    limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
+    seconds = min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6
+    limit = datetime.timedelta(seconds=seconds)
     with input_errors():                                        # RANK alone, for example
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
+        dist.init_process_group(backend, timeout=limit, **group)
     world_size = dist.get_world_size()
     # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
     # next; ranks that are only engines do not need it.
-    size = shard_ranks if shard_ranks and world_size % shard_ranks == 0 else world_size
-    shape = (world_size // size, size) if size < world_size else (size,)
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
+    if shard_ranks and shard_ranks < world_size and world_size % shard_ranks == 0:
+        mesh = dist.init_device_mesh(device.type, (world_size // shard_ranks, shard_ranks),
+                                     mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = dist.init_device_mesh(device.type, (world_size,))
     sequence_group = None
     if sequence_parallel_size > 1 and world_size % sequence_parallel_size == 0:
         sequence_group, _ = dist.new_subgroups(sequence_parallel_size, timeout=limit)
@@ -75,8 +83,9 @@ def range_of_rows(length, mesh):
 
 def compute_dtype(dtype):
     """Return the dtype that layers compute in. dtype: the setting."""
-    return getattr(torch, dtype if dtype != "auto" else
-                   "bfloat16" if torch.cuda.is_available() else "float32")
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    return getattr(torch, dtype)
 
 
 def keep_freed_memory():
@@ -94,38 +103,7 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
-def failed(kind, error, trace):
-    """The sys.excepthook of a run, which also tells torchrun about the error."""
-    # A lost connection mostly means that another process has failed first.
-    lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
-    tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
-    sys.__excepthook__(kind, error, trace)
-    # This comes now, because no thread can be started while the interpreter ends.
-    closing.close()
-    # The interpreter's own end may wait for other ranks. PyTorch prints what this hook has said after it.
-    atexit.register(end, 1)
-
-
-def leave():
-    """Leave the process group and end the process, without the interpreter's own shutdown.
-
-    During that shutdown about one in sixty runs of two ranks aborted after everything was saved ("terminate
-    called without an active exception"), most likely because a thread of PyTorch was still waiting for
-    Python's lock.
-    """
-    dist.destroy_process_group()
-    end(0)
-
-
-def end(code):
-    """End the process at once, from any thread, after writing out what it has printed."""
-    closing.close()
-    for stream in (sys.stdout, sys.stderr):
-        # A reward may have put anything in its place.
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.flush()
-    os._exit(code)
-
+# ---------------------------------------------------------------- collectives
 
 def mean(values):
     """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
@@ -142,32 +120,67 @@ def gathered(items):
     lists = [items] * dist.get_world_size()
     if len(lists) > 1:
         dist.all_gather_object(lists, items)
-    return [item for part in lists for item in part]
+    return sum(lists, [])
 
 
 def from_master(value):
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value, on every rank."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+# ---------------------------------------------------------------- how a process ends
+
+def leave():
+    """Leave the process group and end the process, without the interpreter's own shutdown.
+
+    During that shutdown about one in sixty runs of two ranks aborted after everything was saved ("terminate
+    called without an active exception"), most likely because a thread of PyTorch was still waiting for
+    Python's lock.
+    """
+    dist.destroy_process_group()
+    end(0)
+
+
+def end(code):
+    """End the process at once, from any thread. Each line that it has printed was written at once."""
+    closing.close()
+    os._exit(code)
+
+
+def failed(kind, error, trace):
+    """The sys.excepthook of a run, which also tells torchrun about the error."""
+    # A lost connection mostly means that another process has failed first.
+    lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
+    tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
+    sys.__excepthook__(kind, error, trace)
+    # This comes now, because no thread can be started while the interpreter ends.
+    closing.close()
+    # The interpreter's own end may wait for other ranks. PyTorch prints what this hook has said after it.
+    atexit.register(end, 1)
 
 
 class Watchdog:
     """Ends this process if it stands still, because it would wait for a lost rank for ever.
 
     It is a thread of its own, because a collective that waits for a lost rank never returns to Python.
+    where: what the main thread does. idle: for how many seconds it has not called `moved`. timeout: how many
+    seconds are too many; 0 sets no limit.
     """
-
-    def __init__(self):
-        self.where, self.idle, self.timeout = "the start", 0, 0.0
+    where = "the start"
+    idle = 0
+    timeout = 0.0
 
     def limit(self, timeout):
         """From now on, end the process after `timeout` seconds without a call of `moved`; 0 sets no limit."""
-        self.timeout, self.idle = timeout, 0
+        self.timeout = timeout
+        self.idle = 0
 
     def moved(self, where=None):
         """Tell the watchdog that the main thread makes progress, and where it is."""
-        self.where, self.idle = where or self.where, 0
+        self.where = where or self.where
+        self.idle = 0
 
     def watch(self):
         """Wait until the main thread has stood still for `timeout` seconds, and end the process."""
@@ -179,8 +192,6 @@ class Watchdog:
                    f"in {self.where}: it waits for another rank, for its engine or for a reward. The run "
                    "stops; resume it from its newest checkpoint")
         tell_launcher(message)
-        # If nobody reads stderr any more, printing waits for ever.
-        threading.Timer(10, os._exit, [1]).start()
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback()                           # the line at which each thread is
         os._exit(1)

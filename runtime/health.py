@@ -1,49 +1,60 @@
 """
 What the figures of a run say about its health, in words for the console and for report.py's page.
 
-A rule compares the mean of a metric over WINDOW steps with a threshold. These are rules of thumb: a healthy
-run may break one, and a run that breaks none may still learn the wrong thing.
+A rule compares the mean of a metric over WINDOW steps with a limit. These are rules of thumb: a healthy run
+may break one, and a run that breaks none may still learn the wrong thing.
 """
-import itertools
 import math
-import re
 import textwrap
-from collections import defaultdict
+from collections import defaultdict, namedtuple
+from operator import itemgetter
 
 WINDOW = 5                      # steps in a mean
-LEAST = 5                       # means in a row that are beyond the threshold of a rule that is broken
-FIRST = 3                       # steps after which a run says that all its scores are the same
+LEAST = 5                       # a rule is broken if so many means in a row are beyond its limit
+FIRST_STEPS = 3                 # after these a run says whether all its scores are the same
 
-# For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the
-# mean over the first WINDOW steps, the highest mean so far, and the settings; what it means if the rule is
-# broken; and what to try, with {settings}. With max_staleness most of the gap is between two policies.
-RULES = {
-    "sampling/sampling_logp_difference/mean": (
-        1, lambda first, best, s: max(0.1 if s.get("max_staleness") else 1e-4, 5 * first),
-        "The gap between engine and trainer has grown: the engine samples with other weights.",
-        "a smaller max_staleness in train_async.py; in a script of your own look at its weight sync"),
-    "entropy": (-1, lambda first, best, s: 0.1 * first,
-        "The entropy has collapsed: samples hardly differ any more, so there is little to learn from.",
-        "a smaller learning_rate (now {learning_rate}), epsilon_high=0.28, or entropy_coef=0.001"),
-    "reward": (-1, lambda first, best, s: min((first + best) / 2, best - abs(best) / 3),
-        "The reward has lost a third of its best value, and more than half of what it had gained.",
-        "a smaller learning_rate (now {learning_rate}), or kl_coef=0.01"),
-    "frac_reward_zero_std": (1, lambda first, best, s: 0.9 if s.get("num_generations") != 1 else 1.0,
-        "In nearly all groups the completions have the same score, so they teach nothing.",
-        "easier or harder prompts, a finer reward, or more num_generations (now {num_generations})"),
-    "completions/clipped_ratio": (1, lambda first, best, s: 0.2,
-        "Many completions are cut off at the length limit.",
-        "a reward that does not pay for length, or more max_completion_length (now {max_completion_length})"),
-    "actor/skipped_updates": (1, lambda first, best, s: 0.0,
-        "Updates are skipped, because their gradient is not finite.",
-        "a smaller learning_rate (now {learning_rate}), or dtype=float32 (now {dtype})"),
-    "kl": (1, lambda first, best, s: max(0.3, 5 * first),
-        "The KL to the reference model keeps growing.",
-        "a larger kl_coef (now {kl_coef}), or a smaller learning_rate (now {learning_rate})")}
+# The limit of a rule is the larger of `least` and `factor` times the first mean, and the rule is broken by
+# means over it or under it (side). If so, `meaning` says what that means, and `to_try` what may help, with
+# {settings}.
+Rule = namedtuple("Rule", "metric side least factor meaning to_try")
+GAP = "sampling/sampling_logp_difference/mean"
+RULES = (
+    Rule(GAP, "over", 1e-4, 5.0,
+         "The gap between engine and trainer has grown: the engine samples with other weights.",
+         "a smaller max_staleness in train_async.py; in a script of your own look at its weight sync"),
+    Rule("entropy", "under", 0.0, 0.1,
+         "The entropy has collapsed: samples hardly differ any more, so there is little to learn from.",
+         "a smaller learning_rate (now {learning_rate}), epsilon_high=0.28, or entropy_coef=0.001"),
+    Rule("reward", "under", None, None,                         # see limit
+         "The reward has lost a third of its best value, and more than half of what it had gained.",
+         "a smaller learning_rate (now {learning_rate}), or kl_coef=0.01"),
+    Rule("frac_reward_zero_std", "over", 0.9, 0.0,
+         "In nearly all groups the completions have the same score, so they teach nothing.",
+         "easier or harder prompts, a finer reward, or more num_generations (now {num_generations})"),
+    Rule("completions/clipped_ratio", "over", 0.2, 0.0,
+         "Many completions are cut off at the length limit.",
+         "a reward that does not pay for length, or more max_completion_length (now "
+         "{max_completion_length})"),
+    Rule("actor/skipped_updates", "over", 0.0, 0.0,
+         "Updates are skipped, because their gradient is not finite.",
+         "a smaller learning_rate (now {learning_rate}), or dtype=float32 (now {dtype})"),
+    Rule("kl", "over", 0.3, 5.0,
+         "The KL to the reference model keeps growing.",
+         "a larger kl_coef (now {kl_coef}), or a smaller learning_rate (now {learning_rate})"))
 # These two are normally broken once the reward is nearly as high as eval/pass@k, the best of k samples.
 UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
-# The metrics that are read here.
-READ = re.compile(rf"({'|'.join(['step', *RULES])})$|eval/pass@")
+
+
+def limit(rule, first, best, settings):
+    """Return the limit of a rule. first: the first mean. best: the highest mean so far."""
+    if rule.metric == "reward":
+        return min((first + best) / 2, best - abs(best) / 3)
+    least = rule.least
+    if rule.metric == GAP and settings.get("max_staleness"):
+        least = 0.1                                             # most of the gap is between two policies
+    if rule.metric == "frac_reward_zero_std" and settings.get("num_generations") == 1:
+        least = 1.0                                             # groups of one have no spread
+    return max(least, rule.factor * first)
 
 
 def findings(lines, settings):
@@ -52,101 +63,132 @@ def findings(lines, settings):
 
     lines: dicts of metrics, one per step, as in metrics.jsonl. settings: a dict of the run's settings.
     """
-    ceiling, solved, found, rewards = -math.inf, set(), [], dict(means(lines, "reward"))
-    lowest = min(rewards.values(), default=math.inf)            # nothing is solved if the reward never rose
-    for line in lines:
-        ceiling = max([ceiling, *(value for name, value in line.items()
-                                  if name.startswith("eval/pass@") and isinstance(value, float))])
-        if lowest < ceiling and rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling):
-            solved.add(line["step"])
-    for metric, (sign, threshold, meaning, to_try) in RULES.items():
-        best, smooth, checked = -math.inf, means(lines, metric), []
+    broken_rules = []
+    solved = solved_steps(lines)
+    values = defaultdict(lambda: "not set", settings)           # for {settings} in the texts
+    for rule in RULES:
+        metric = rule.metric
+        smooth = means(lines, metric)
+        best = -math.inf
+        stretch = []                        # [(how far beyond the limit, step, mean, limit)]
+        latest = []                         # the last stretch that is long enough
         for step, mean in smooth:
             best = max(best, mean)
-            limit = threshold(smooth[0][1], best, settings)
-            broken = sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved)
-            checked.append((broken, step, mean, limit))
-        stretches = [[*some] for broken, some in itertools.groupby(checked, lambda one: one[0]) if broken]
-        for stretch in [some for some in stretches if len(some) >= LEAST][-1:]:
-            first, last = stretch[0][1], stretch[-1][1]
-            *_, worst, limit = max(stretch, key=lambda one: sign * (one[2] - one[3]))
-            over = last != smooth[-1][0]
-            when = f"between steps {first} and {last}" if over else f"since step {first}"
-            found.append({"metric": metric, "first": first, "last": last, "over": over, "text": (
-                f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "
-                f"{limit:.2g} {when}, at worst {worst:.2g}. "
-                f"Try {to_try.format_map(defaultdict(lambda: 'not set', settings))}.")})
-    return sorted(found, key=lambda one: one["first"])          # a cause comes before what follows from it
+            bound = limit(rule, smooth[0][1], best, settings)
+            beyond = mean - bound if rule.side == "over" else bound - mean
+            if beyond > 0 and not (metric in UNLESS_SOLVED and step in solved):
+                stretch.append((beyond, step, mean, bound))
+            else:
+                stretch = []
+            if len(stretch) >= LEAST:
+                latest = stretch
+        if not latest:
+            continue
+        first = latest[0][1]
+        last = latest[-1][1]
+        _, _, worst, bound = max(latest, key=itemgetter(0))
+        over = last != smooth[-1][0]
+        when = f"between steps {first} and {last}" if over else f"since step {first}"
+        text = (f"{rule.meaning} {metric}, averaged over {WINDOW} steps, is {rule.side} {bound:.2g} {when}, "
+                f"at worst {worst:.2g}. Try {rule.to_try.format_map(values)}.")
+        broken_rules.append({"metric": metric, "first": first, "last": last, "over": over, "text": text})
+    return sorted(broken_rules, key=itemgetter("first"))        # a cause comes before what follows from it
+
+
+def solved_steps(lines):
+    # Returns the steps in which the mean reward has nearly reached the highest eval/pass@k so far. If the
+    # reward was never lower, nothing was solved.
+    rewards = dict(means(lines, "reward"))
+    lowest = min(rewards.values(), default=math.inf)
+    ceiling = -math.inf
+    steps = set()
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith("eval/pass@") and isinstance(value, float):
+                ceiling = max(ceiling, value)
+        reward = rewards.get(line["step"], -math.inf)
+        if lowest < ceiling and reward >= ceiling - 0.1 * abs(ceiling):
+            steps.add(line["step"])
+    return steps
 
 
 def series(lines, metric):
-    """[(step, value)] of a metric, of the steps in which it is a finite number."""
-    return [(line["step"], line[metric]) for line in lines
-            if isinstance(line.get(metric), (int, float)) and math.isfinite(line[metric])]
+    """Return [(step, value)] of a metric, for the steps in which it is a finite number."""
+    points = [(line["step"], line.get(metric)) for line in lines]
+    return [(step, value) for step, value in points
+            if isinstance(value, (int, float)) and math.isfinite(value)]
 
 
 def means(lines, metric):
-    """[(step, mean over the WINDOW values that end with this step's)] of a metric."""
-    steps, values = [*zip(*series(lines, metric))] or [(), ()]
-    ends = range(WINDOW, len(values) + 1)
-    return [(steps[end - 1], sum(values[end - WINDOW:end]) / WINDOW) for end in ends]
+    """Return [(step, mean over the WINDOW values that end with this step's)] of a metric."""
+    points = series(lines, metric)
+    smooth = []
+    for end in range(WINDOW, len(points) + 1):
+        window = points[end - WINDOW:end]
+        smooth.append((window[-1][0], sum(value for _, value in window) / WINDOW))
+    return smooth
 
 
-def news(lines, settings, told):
+def news(lines, settings, reported):
     """Return the texts, in lines of 80 columns, of rules that are broken in the last of the lines and that
-    `told`, a set of metrics, does not name; it names them from then on."""
-    now = [one for one in findings(lines, settings)
-           if one["metric"] not in told and one["last"] == lines[-1]["step"]]
-    told |= {one["metric"] for one in now}
-    return [filled(one["text"]) for one in now]
+    `reported`, a set of metrics, does not name; it names them from then on."""
+    texts = []
+    for rule in findings(lines, settings):
+        if rule["metric"] not in reported and not rule["over"]:
+            reported.add(rule["metric"])
+            texts.append(filled(rule["text"]))
+    return texts
 
 
-def same_scores(samples):
+def same_scores(rollouts):
     """Return a text, in lines of 80 columns, for each source whose scores are all the same, one text if those
-    of all sources are, or "". A source with less than a tenth of the samples may have a few hard prompts.
+    of all sources are, or "". A source with less than a tenth of the scores may have a few hard prompts.
 
-    samples: those of the first steps, as tuples (source, score, whether an answer was found, or None if
-    nobody looked for one, the end of the completion, the right answer).
+    rollouts: those of the first steps.
     """
+    scored = [r for r in rollouts if not math.isnan(r.score)]
     groups = defaultdict(list)
-    for sample in samples:
-        groups[sample[0]].append(sample)
-    if len({score for _, score, *_ in samples}) == 1:
-        groups = {None: samples}
+    for r in scored:
+        groups[r.row.get("source")].append(r)
+    if len({r.score for r in scored}) == 1:
+        groups = {None: scored}
     texts = []
     for source, group in groups.items():
-        _, scores, answered, completions, truths = zip(*group)
-        if len({*scores}) == 1 and 10 * len(group) >= len(samples):
-            missing = answered.count(False)
-            of_source = f" of the source {source}" if source else ""
-            unread = f" In {missing} of them no answer was found." if missing else ""
-            texts.append(filled(
-                f"All {len(scores)} scores{of_source} in the first {FIRST} steps are {scores[0]:g}, so they "
-                f"teach nothing. Does the reward read what the model writes? The first completion, where "
-                f"{truths[0]!r} is right, ends with {completions[0]!r}.{unread}"))
+        if len({r.score for r in group}) > 1 or 10 * len(group) < len(scored):
+            continue
+        first = group[0]
+        ending = first.completion
+        if not isinstance(ending, str):
+            ending = str(ending[-1]["content"])
+        of_source = f" of the source {source}" if source else ""
+        text = (f"All {len(group)} scores{of_source} in the first {FIRST_STEPS} steps are {first.score:g}, "
+                "so they teach nothing. Does the reward read what the model writes? The first completion, "
+                f"where {first.row.get('answer')!r} is right, ends with {ending[-80:]!r}.")
+        unanswered = sum(r.answered is False for r in group)
+        if unanswered:
+            text += f" In {unanswered} of them no answer was found."
+        texts.append(filled(text))
     return "\n".join(texts)
 
 
-def odd_groups(rollouts, settings):
-    """Return a text, in lines of 80 columns, if groups of a step have different rows or the same one, else "".
+def mixed_groups(rollouts, settings):
+    """Return a text, in lines of 80 columns, if a group of a step has different rows, or "".
 
     rollouts: those of the step, of which num_generations adjacent ones are a group. settings: as for news.
-    Raises RuntimeError for a group with different rows if loss_aggregation is prompt_mean.
+    Raises RuntimeError instead if loss_aggregation is prompt_mean.
     """
-    n, text = settings.get("num_generations", 1), ""
+    n = settings.get("num_generations", 1)
     # An environment's reset or an agent may have changed the prompt.
     tasks = [str(r.row | {"prompt": ""}) for r in rollouts]     # text, because NaN is not equal to NaN
-    if any(task != tasks[i - i % n] for i, task in enumerate(tasks)):
-        text = (f"Rollouts of different rows stand where the num_generations={n} rollouts of one row should "
-                "be. What compares the rollouts of a prompt is wrong.")
-        if settings.get("loss_aggregation") == "prompt_mean":
-            raise RuntimeError(text)
-    elif len({str(r.row) for r in rollouts[::n]}) * n < len(rollouts):
-        text = ("Several groups of a step answer the same row. Do all ranks draw the same prompts, or is a group "
-                "trained twice? A file that has a row twice, or that ends within a step, does this too.")
+    if all(task == tasks[i - i % n] for i, task in enumerate(tasks)):
+        return ""
+    text = (f"Rollouts of different rows stand where the num_generations={n} rollouts of one row should be. "
+            "What compares the rollouts of a prompt is wrong.")
+    if settings.get("loss_aggregation") == "prompt_mean":
+        raise RuntimeError(text)
     return filled(text)
 
 
 def filled(text):
-    # The text in lines of 80 columns.
+    # Returns the text in lines of 80 columns.
     return textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    ")

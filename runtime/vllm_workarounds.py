@@ -10,25 +10,29 @@ import transformers
 # model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
 transformers.PreTrainedModel.do_not_compile = True
 
-# In bfloat16 on an H100, cuDNN's attention of PyTorch 2.11 fails for some masks ("Expected mha_graph.execute(...)
-# to be true"), and plans anew for each shape. PyTorch's other kernels take its place. To be removed once it
-# computes what tests/test_cuda.py asks of it.
+# In bfloat16 on an H100, cuDNN's attention of PyTorch 2.11 fails for some masks ("Expected
+# mha_graph.execute(...) to be true"), and plans anew for each shape. PyTorch's other kernels take its place.
+# To be removed once it computes what tests/test_cuda.py asks of it.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_logits_in_float32(llm, head_logits):
-    """Let a vllm.LLM of version 0.25 compute its logits in float32, by logprobs.head_logits.
+    """Let a vllm.LLM of version 0.25 compute its logits in float32, by head_logits(hidden, weight, bias).
 
     To be removed together with 0.25: later versions have the setting head_dtype.
     """
     import vllm
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+    def apply(head, hidden, bias=None):
+        return head_logits(hidden, head.weight, bias)
+
     def patch(model):
         # The embedding may be the head as well. It calls `apply` only to compute logits.
         for layer in model.modules():
-            if isinstance(method := getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
-                method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.apply = apply
 
     if vllm.__version__.startswith("0.25."):
         llm.apply_model(patch)
@@ -52,5 +56,6 @@ def drop_kernels(model):
     packs them whenever they are loaded.
     """
     for layer in model.modules():
-        if hasattr(method := getattr(layer, "quant_method", None), "moe_kernel"):
+        method = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
             method.moe_kernel = None

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,15 +102,20 @@ def test_rewards_that_are_always_the_same_are_told_of():
 
 def test_scores_of_the_first_steps_that_are_all_the_same_are_told_of():
     """All of them in one text, otherwise in one for each source in which they are."""
+    def rollouts(samples):
+        return [SimpleNamespace(row={"source": source, "answer": truth}, score=score, answered=answered,
+                                completion=completion) for source, score, answered, completion, truth in samples]
+
     def told(*samples):
-        return [" ".join(text.split()) for text in health.same_scores([*samples]).split("\n    All") if text]
+        texts = health.same_scores(rollouts(samples)).split("\n    All")
+        return [" ".join(text.split()) for text in texts if text]
     silent = [("", 0.0, False, "a", "1"), ("", 1.0, True, "b", "2")]
     assert told(*silent) == told() == []
     all_the_same = [("a", 0.0, True, "So it is\n18", "18"), ("b", 0.0, False, "?", "proof"), ("b", 0.0, False, "", "proof")]
     (words,) = told(*all_the_same)
     assert words.startswith("All 3 scores in the first 3 steps are 0, so they teach nothing.")
     assert words.endswith(r"where '18' is right, ends with 'So it is\n18'. In 2 of them no answer was found.")
-    assert all(len(line) <= 80 for line in health.same_scores(all_the_same).splitlines())
+    assert all(len(line) <= 80 for line in health.same_scores(rollouts(all_the_same)).splitlines())
     (words,) = told(*silent, *all_the_same[1:], ("c", 1.0, None, "x", "3"), ("c", 0.5, None, "y", "3"))
     assert "All 2 scores of the source b in the first 3 steps are 0" in words and "where 'proof' is right" in words
     (words,) = told(*silent, ("d", 1.0, None, "x", "{}"))

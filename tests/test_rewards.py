@@ -24,7 +24,7 @@ import rewards
 from episodes import Player
 from losses import group_std
 from runtime import reward_model, user_code
-from runtime.metrics import evaluation, part_means, rollout_metrics
+from runtime.metrics import evaluation_metrics, part_means, rollout_metrics
 from runtime.user_code import UserProcess, load_from
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
@@ -562,11 +562,11 @@ def test_the_share_without_an_answer_is_logged(scorer):
         scores(rollouts)
         assert [r.answered for r in rollouts] == [True, False, True]
         metrics = rollout_metrics(rollouts, 3, group_std, 1)
-        assert metrics["rewards/no_answer"] == evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
+        assert metrics["rewards/no_answer"] == evaluation_metrics(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]
     scores(rollouts)
-    assert "eval/rewards/no_answer" not in evaluation(rollouts, 3)
+    assert "eval/rewards/no_answer" not in evaluation_metrics(rollouts, 3)
 
 
 def test_large_scores_keep_their_differences(scorer):
@@ -686,28 +686,28 @@ def test_evaluation_by_hand():
     # Of four right ones, one is cut off and one ran out of turns.
     rollouts[1].finish_reason = rollouts[0].finish_reason = rollouts[3].finish_reason = "length"
     rollouts[2].finish_reason, rollouts[0].logprobs = "turns", [-1.0] * 33
-    assert evaluation(rollouts, 4) == {
+    assert evaluation_metrics(rollouts, 4) == {
         "eval/unscored": 0, "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
         "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
     unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
-    assert evaluation(unscored, 2) == {
+    assert evaluation_metrics(unscored, 2) == {
         **ENDED, "eval/unscored": 3, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
         "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
     # 1/2 and 0.5 are one answer.
-    assert evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
+    assert evaluation_metrics(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
     # What the verifier calls equal votes together: B and its text, and 40 has the votes of 20+20, which is wrong.
-    assert evaluation(rollouts_of(("", 0, "A"), ("", 0, "A) 11"), ("", 1, "B"), ("", 1, "B) 12"), ("", 1, "(B)")),
+    assert evaluation_metrics(rollouts_of(("", 0, "A"), ("", 0, "A) 11"), ("", 1, "B"), ("", 1, "B) 12"), ("", 1, "(B)")),
                       5)["eval/maj@5"] == 1
-    assert evaluation(rollouts_of(("", 0, "20+20"), ("", 0, "20+20"), ("", 1, "40")), 3)["eval/maj@3"] == 1
+    assert evaluation_metrics(rollouts_of(("", 0, "20+20"), ("", 0, "20+20"), ("", 1, "40")), 3)["eval/maj@3"] == 1
     no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
-    assert evaluation(no_source, 2) == {
+    assert evaluation_metrics(no_source, 2) == {
         **ENDED, "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}
-    assert evaluation(rollouts_of((0, 1, "3"), (0, 0, "2")), 2)["eval/0/mean@2"] == 0.5
+    assert evaluation_metrics(rollouts_of((0, 1, "3"), (0, 0, "2")), 2)["eval/0/mean@2"] == 0.5
     wrong = [rollout({"prompt": "p"}, "", 0.0)]
-    assert evaluation(wrong, 1, "eval/hard")["eval/hard/right_ended"] == 0.0
+    assert evaluation_metrics(wrong, 1, "eval/hard")["eval/hard/right_ended"] == 0.0
 
 
 def test_evaluation_has_the_mean_of_each_part():
@@ -717,7 +717,7 @@ def test_evaluation_has_the_mean_of_each_part():
                 rollout(row, "Answer: x", NAN, right=NAN, late=0.25), rollout(row, "", 0.5, right=0.0)]
     parts = {"right": 1 / 3, "brief": -0.5, "none": 0.0, "late": 0.25}
     assert part_means([r.parts for r in rollouts], "rewards") == {f"rewards/{name}/mean": parts[name] for name in parts}
-    assert evaluation(rollouts, 2) == {
+    assert evaluation_metrics(rollouts, 2) == {
         **ENDED, "eval/unscored": 1, "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
         **{f"eval/rewards/{name}/mean": parts[name] for name in parts}}
 

@@ -53,7 +53,7 @@ def log_figures(out_dir):
     log.add(sums={"sum of one rank" if rank else "sum": 4})
     log.add(means={"entropy": torch.ones(3 + rank)})             # of each token of an update
     log.add(sums={"timeouts": 0}, means={"never": [], "mean": [], "skipped": torch.zeros(0)})
-    keeps_graph = any(torch.is_tensor(total) and total.requires_grad for total, _ in log.totals.values())
+    keeps_graph = any(torch.is_tensor(total) and total.requires_grad for total in log.totals.values())
     log.write()
     first = dict(log.metrics)
     log.start(1)
@@ -123,7 +123,7 @@ def end_step(log, rollouts, n=2):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
     state = {"step": log.metrics["step"], "num_tokens": 100, "first_gap": None}
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
-    run = SimpleNamespace(log=log, state=state, own_state={*state}, first_step=-1, world_size=1,
+    run = SimpleNamespace(log=log, state=state, run_keys={*state}, first_step=-1, world_size=1,
                           engine=SimpleNamespace(allocated=0),
                           settings=SimpleNamespace(num_generations=n), tokenizer=numbers)
     Run.end_step(run, rollouts, group_std)
@@ -131,7 +131,7 @@ def end_step(log, rollouts, n=2):
 
 
 def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "evaluation", lambda *_: {"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
+    monkeypatch.setattr(metrics, "evaluation_metrics", lambda *_: {"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in (*range(7), 6, 7)]
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3, "defaults": {"max_steps": 60}}, run_state())
@@ -194,7 +194,7 @@ def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys, monkeypatch):
     log = RunLog(str(tmp_path / "run"), __file__, settings, run_state())
     row = {"prompt": "What is the larger root of the equation x^2-11x+27=9? Show your work, step by step.",
            "answer": "9"}
-    monkeypatch.setattr(metrics, "evaluation", lambda *_: {
+    monkeypatch.setattr(metrics, "evaluation_metrics", lambda *_: {
         "eval/mean@4": 0.25, "eval/pass@4": 0.75, "eval/maj@4": 0.375, "eval/hard/mean@4": 0.0,
         "eval/mean_length": 14.031, "eval/clipped_ratio": 0.0, "eval/right_ended": 1.0})
     for step in range(30):
@@ -236,22 +236,19 @@ def step_of(log, capsys, groups, n=2, **changed):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_odd_groups_are_named_once(mesh, tmp_path, capsys):
+def test_groups_of_different_rows_are_named_once(mesh, tmp_path, capsys):
     """Rows of an agent's episodes may stand where completions of one prompt should."""
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9}, run_state())
     first, second = ({"prompt": f"{i}?", "answer": str(i)} for i in range(2))
     right = [(first, 1.0, 0.0), (second, 0.0, 1.0)]
-    mixed, equal = "Rollouts of different rows stand where the num_generations=2", "Several groups of a step answer"
-    output = step_of(log, capsys, right)
-    assert mixed not in output and equal not in output
+    mixed = "Rollouts of different rows stand where the num_generations=2"
+    assert mixed not in step_of(log, capsys, right)
     # The prompt of an episode is another one if its environment says something.
     assert mixed not in step_of(log, capsys, [(first, 1.0), (first | {"prompt": "0? Go."}, 0.0)] + right[1:])
     # A rank gets a NaN of its own from another rank.
     missing = ({"prompt": "2?", "level": float("nan")} for _ in range(2))
     assert mixed not in step_of(log, capsys, [(row, 1.0) for row in missing], loss_aggregation="prompt_mean")
-    assert equal in step_of(log, capsys, right[:1] * 2)
-    assert equal not in step_of(log, capsys, right[:1] * 2)
     shifted = [(first, 1.0, 0.0, 1.0), (second, 1.0)]
     assert mixed in step_of(log, capsys, shifted)
     assert mixed not in step_of(log, capsys, shifted)
@@ -260,9 +257,8 @@ def test_odd_groups_are_named_once(mesh, tmp_path, capsys):
     with pytest.raises(ValueError, match="3 rollouts are not groups of num_generations=2: each prompt has that many"):
         step_of(log, capsys, [(first, 1.0, 0.0, 1.0)])
     # With one completion for each prompt nothing is mixed.
-    log.told.clear()
-    output = step_of(log, capsys, [(first, 1.0), (second, 0.0)], n=1)
-    assert mixed not in output and equal not in output
+    log.reported.clear()
+    assert mixed not in step_of(log, capsys, [(first, 1.0), (second, 0.0)], n=1)
 
 
 def test_a_step_without_any_score_says_so(mesh, tmp_path, capsys):
@@ -343,7 +339,7 @@ def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path, monkeypatch):
     log.start(2)
     log.write()
     log.start(3)
-    monkeypatch.setattr(metrics, "evaluation", lambda *_: {"eval/mean@4": 0.75})
+    monkeypatch.setattr(metrics, "evaluation_metrics", lambda *_: {"eval/mean@4": 0.75})
     log.evaluation([], 4)
     log.write()
     assert lines(tmp_path / "run") == [{"step": 0, "eval/mean@4": 0.25}, evaluated,

@@ -140,9 +140,8 @@ def read_value(literal, kind):
     1 is taken for 1.0, 1e5 for 100000."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
         value = ast.literal_eval(literal)
-        is_number = type(value) in (int, float)
         str(value).encode()                                     # files, logs and tokenizers take only UTF-8
-        fits = type(value) is kind or is_number and kind in (int, float)
+        fits = type(value) is kind or type(value) in (int, float) and kind in (int, float)
         if fits and kind(value) == value and value not in (math.inf, -math.inf):
             return kind(value)
 
@@ -265,8 +264,8 @@ def check_values(settings):
     """Check each of a script's settings by itself, and by the rules those that have to fit each other."""
     values = vars(settings)
     for key, value in values.items():
-        check(key not in POSITIVE or value > 0, f"{key}={value}: must be above 0")
-        check(key not in POSITIVE or value < 2 ** 31, f"{key}={value}: too large")
+        check(key not in POSITIVE or 0 < value < 2 ** 31,
+              f"{key}={value}: must be above 0, and below 2 ** 31")
         check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
         check(value in CHOICES.get(key, [value]), f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")

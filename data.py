@@ -179,13 +179,10 @@ def naming(name):
 
 
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional):
-    # Returns a row of a file, or of a line of JSON, as a dict with the columns prompt, answer and source, and
-    # its answer or None. A row that has no answer, or no source, keeps what it has in the column.
+    # Returns a row, which may be a line of JSON, with the columns prompt, answer and source; and its answer,
+    # or None. The columns answer and source stay as they are if nothing is found for them.
     if isinstance(row, bytes):
         row = json.loads(row)
-    match row:
-        case [*messages, {"ground_truth": {"value": truth}}]:   # as in Open-Reasoner-Zero's files
-            row = {"conversations": messages, "answer": truth}
     if not isinstance(row, dict):
         raise ValueError("not an object")
     for column in MEDIA_COLUMNS:
@@ -359,7 +356,6 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
     return prompts
 
 
-@functools.lru_cache(maxsize=1)
 def start_of(tokenizer):
     # Returns the tokens with which a plain text begins. The tokenizer may also put tokens at its end.
     letter = tokenizer.encode("a", add_special_tokens=False)
@@ -449,8 +445,7 @@ class Prompts:
             text = as_text(self.tokenizer, name, prompt, s.chat, s.system_prompt, self.tools)
             for message in [{"role": "system", "content": s.system_prompt}, *messages]:
                 # A template may shorten an earlier answer and rewrite what a tool has returned.
-                free = message["role"] in ("assistant", "tool")
-                if not free and message["content"].strip() not in text:
+                if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
                     raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
 
 

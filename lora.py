@@ -5,8 +5,9 @@ Only A [rank, in] and B [out, rank] are trained, so gradients, moments and maste
     adapt              gives every linear layer of a policy's decoder an adapter and freezes everything else
     merge              computes W + scale * B A, with which both trainer and engine compute
     Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
-    Base               the policy without its adapters: a reference model that takes no memory
-    spread_masters     without adapters: moves weights that bfloat16 rounds, so that small steps are not lost
+    WithoutAdapters    is the policy without its adapters: a reference model that takes no memory
+    spread_masters     is for runs without adapters: it moves weights that bfloat16 rounds, so that small
+                       steps are not lost
 
 Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
 not add x A' B' to x W', as PEFT does.
@@ -27,37 +28,40 @@ from runtime.check_model import reading
 from runtime.logprobs import product
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
-CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# The files of an adapter's folder, as PEFT names them, and how it begins the names of tensors
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
 
 
-def spread(weight):
+def even_offsets(weight):
     """Return an int16 for each place of a weight, always the same, spread evenly over rows and columns."""
     def along(count, step):
-        return (torch.arange(count, device=weight.device) * step).to(torch.int16)               # it wraps
+        return (torch.arange(count, device=weight.device) * step).to(torch.int16)   # drops the higher bits
 
     columns = weight.numel() // max(len(weight), 1)
     return (along(len(weight), 49471)[:, None] + along(columns, 37345)).view(weight.shape)
 
 
 def merge(weight, A, B, scale):
-    """weight + scale * B A in the weight's dtype.
+    """Return weight + scale * B A in the weight's dtype.
 
-    A bfloat16 is the first half of a float32's bits. If the sum were rounded to the nearest one, it would be
-    the base weight until B A reaches half a step, which is 1 / 500 of the weight, and most of a small adapter
-    would be lost. So a number from 0 to 65535, which is always the same for the same place of the weight
-    (spread), is added to the second half before that is cut off. Of the sums that are a third of the way to
-    the next bfloat16, a third then get there. If B is 0, the result is the base weight, because its second
-    half is 0.
+    A bfloat16 is the first half of a float32's bits. If the sum were rounded to the nearest bfloat16, it
+    would be the base weight until B A reaches half a step, which is 1 / 500 of the weight, and most of a
+    small adapter would be lost. So a number from 0 to 65535, which is always the same for the same place of
+    the weight (even_offsets), is added to the second half, and then the second half is cut off. Of the sums
+    that are a third of the way to the next bfloat16, a third then get there. If B is 0, the result is the
+    base weight, because the second half of its bits is 0.
     """
     exact = torch.addmm(weight.float(), B, A, alpha=scale)
     if weight.dtype != torch.bfloat16:
         return exact.to(weight.dtype)
-    bits = exact.view(torch.int32).add_(spread(weight)).add_(2 ** 15)
+    bits = exact.view(torch.int32).add_(even_offsets(weight)).add_(2 ** 15)
     return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
 class Merged(torch.autograd.Function):
-    """F.linear(x, merge(weight, A, B, scale), bias), with the gradients of a sum that is not rounded.
+    """Computes F.linear(x, merge(weight, A, B, scale), bias), with the gradients of a sum without rounding.
 
     The backward pass merges again instead of keeping the merged weight, and makes no gradient [out, in]. If d
     is the gradient of the output, dB = scale * d' (x A') and dA = scale * (d B)' x.
@@ -72,8 +76,11 @@ class Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_output):
         x, weight, A, B = ctx.saved_tensors
-        d_x = d_output @ merge(weight, A, B, ctx.scale) if ctx.needs_input_grad[0] else None
-        x, d = x.flatten(0, -2), d_output.flatten(0, -2)                                # [T, in], [T, out]
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = d_output @ merge(weight, A, B, ctx.scale)
+        x = x.flatten(0, -2)                                                            # [T, in]
+        d = d_output.flatten(0, -2)                                                     # [T, out]
         d_A = product((d @ B.to(d.dtype)).mul_(ctx.scale).T, x)                         # [rank, in]
         d_B = product(d.T, (x @ A.T.to(x.dtype)).mul_(ctx.scale))                       # [out, rank]
         return d_x, None, None, d_A, d_B, None
@@ -81,43 +88,53 @@ class Merged(torch.autograd.Function):
 
 class Adapted(nn.Linear):
     """A linear layer with the weights of a plain one, and an adapter of A [rank, in] and B [out, rank]."""
-    on = True                                               # a switch for all layers; Base turns it off
+    on = True                                   # a switch for all layers, which WithoutAdapters turns off
 
     def __init__(self, plain, A, B):
         super().__init__(plain.in_features, plain.out_features, device="meta")
-        self.weight, self.bias, self.scale = plain.weight, plain.bias, ALPHA / len(A)
-        self.lora_A, self.lora_B = nn.Parameter(A), nn.Parameter(B)
+        self.weight = plain.weight
+        self.bias = plain.bias
+        self.lora_A = nn.Parameter(A)
+        self.lora_B = nn.Parameter(B)
+        self.scale = ALPHA / len(A)
 
     def forward(self, x):
-        adapter = self.lora_A, self.lora_B, self.scale
-        return Merged.apply(x, self.weight, self.bias, *adapter) if Adapted.on else super().forward(x)
+        if not Adapted.on:
+            return super().forward(x)
+        return Merged.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
 
 class Adapters:
-    """A policy's adapters: policy.adapters. layers: {name: Adapted}; base: the policy without adapters."""
+    """The adapters of a policy, which adapt puts at policy.adapters. layers: {name: Adapted}."""
 
     def __init__(self, policy, layers, rank):
-        self.hf, self.base, self.layers, self.rank = policy.hf, Base(policy), layers, rank
+        self.hf = policy.hf
+        self.base = WithoutAdapters(policy)
+        self.layers = layers
+        self.rank = rank
 
     def merged(self):
         """Yield (name, whole merged tensor) of every weight with an adapter, for the engine. A collective."""
-        for name, part in self.layers.items():
-            weight, A, B = (x.detach().full_tensor() for x in (part.weight, part.lora_A, part.lora_B))
-            yield f"{name}.weight", merge(weight, A, B, part.scale)
+        for name, layer in self.layers.items():
+            tensors = layer.weight, layer.lora_A, layer.lora_B
+            weight, A, B = (tensor.detach().full_tensor() for tensor in tensors)
+            yield f"{name}.weight", merge(weight, A, B, layer.scale)
 
     def save(self, folder, tensors):
         """Write {name: tensor} of each lora_A and lora_B to a folder, in the form that PEFT and vLLM read."""
-        path = self.hf.name_or_path
+        base = self.hf.name_or_path
+        if os.path.isdir(base):
+            base = os.path.abspath(base)
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
+                  "base_model_name_or_path": base, "r": self.rank, "lora_alpha": ALPHA,
+                  "target_modules": [*self.layers]}
         os.makedirs(folder, exist_ok=True)
-        Path(folder, CONFIG).write_text(json.dumps(
-            {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
-             "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
-             "r": self.rank, "lora_alpha": ALPHA, "target_modules": [*self.layers]}, indent=2))
+        Path(folder, CONFIG).write_text(json.dumps(config, indent=2))
         save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
                   os.path.join(folder, WEIGHTS), {"format": "pt"})
 
 
-class Base:
+class WithoutAdapters:
     """A policy without its adapters, for token_logprobs. It computes what the initial model does."""
 
     def __init__(self, policy):
@@ -137,26 +154,30 @@ class Base:
 def adapt(policy, layers, rank, seed, folder=None):
     """Give each plain linear layer inside `layers` of a Policy an adapter in float32; freeze everything else.
 
-    The policy is loaded but not under FSDP2 yet. folder: an adapter's, to go on training it. Without one B
-    starts at 0. A is then drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the layer's name, so
-    that all ranks draw the same. Raises ValueError if there is no such layer.
+    The policy is loaded but not under FSDP2 yet. folder: that of an adapter whose training goes on, or None.
+    A new adapter has a B of 0, and its A is drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the
+    layer's name, so that all ranks draw the same. Raises ValueError if there is no such layer.
     """
     policy.requires_grad_(False)
-    inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
-    linear = {name: part for name, part in policy.hf.named_modules() if part in inside}
-    if not linear:
-        raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
     saved = read_tensors(folder) if folder else {}
-    for name, part in linear.items():
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        bound = part.in_features ** -0.5
-        A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
-        pair = saved.get(name, (A, torch.zeros(part.out_features, rank)))
-        policy.hf.set_submodule(name, Adapted(part, *pair))
-    policy.adapters = Adapters(policy, {name: policy.hf.get_submodule(name) for name in linear}, rank)
+    inside = set()
+    for layer in layers:
+        inside.update(layer.modules())
+    adapted = {}
+    for name, part in [*policy.hf.named_modules()]:
+        if part in inside and type(part) is nn.Linear:
+            draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            bound = part.in_features ** -0.5
+            A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
+            pair = saved.get(name, (A, torch.zeros(part.out_features, rank)))
+            adapted[name] = Adapted(part, *pair)
+            policy.hf.set_submodule(name, adapted[name])
+    if not adapted:
+        raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
+    policy.adapters = Adapters(policy, adapted, rank)
     if dist.get_rank() == 0:
-        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        print(f"lora_rank={rank}: adapters in {len(linear)} layers ({kinds}); everything else is frozen",
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+        print(f"lora_rank={rank}: adapters in {len(adapted)} layers ({kinds}); everything else is frozen",
               file=sys.stderr)
 
 
@@ -174,15 +195,18 @@ def spread_masters(parameters):
         bits = parameter.view(torch.int32)
         if not (bits & 0xffff).any():
             # Exactly half a step might be rounded to the next bfloat16.
-            bits.add_(torch.where(parameter == 0, 0, spread(parameter).clamp_(min=1 - 2 ** 15)))
+            bits.add_(torch.where(parameter == 0, 0, even_offsets(parameter).clamp_(min=1 - 2 ** 15)))
 
 
 # ---------------------------------------------------------------- folders
 
 def read_tensors(folder):
     """Return {name of a layer: [A, B]} of an adapter's folder. Raises ValueError if it cannot be read."""
+    pairs = {}
     with reading(f"{folder}/{WEIGHTS}"):
-        found = load_file(os.path.join(folder, WEIGHTS))
-        return {key.removeprefix(PREFIX).removesuffix(".lora_A.weight"): [
-            found[key.replace("lora_A", f"lora_{one}")].float() for one in "AB"]
-            for key in found if key.endswith(".lora_A.weight")}
+        tensors = load_file(os.path.join(folder, WEIGHTS))
+        for key in tensors:
+            if key.endswith(".lora_A.weight"):
+                name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+                pairs[name] = [tensors[key].float(), tensors[key.replace("lora_A", "lora_B")].float()]
+    return pairs

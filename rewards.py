@@ -234,17 +234,16 @@ def parts_of(name, returned, text):
     # Returns (parts, steps) of the value that the reward of this name returned for the completion `text`.
     steps = []
     try:
+        parts = returned
         if isinstance(returned, (list, tuple)):
             for character, value in returned:
                 if character not in range(len(text)):
                     raise ValueError(f"the completion has no character {character}")
                 steps.append((int(character), as_float(value)))
             parts = {name: sum(value for _, value in steps)}
-        elif isinstance(returned, dict):
-            parts = returned
         elif returned is None:
             parts = {}
-        else:
+        elif not isinstance(returned, dict):
             parts = {name: returned}
         numbers = {}
         for key, value in parts.items():
@@ -380,7 +379,8 @@ class Scorer:
         self.player = player
         self.environment = player.rewards_as    # the environment's class if it gives rewards, otherwise ""
         self.weights = part_weights(s.reward_weights)           # {name of a part: weight}
-        self.budget = 9 * s.call_timeout or math.inf            # seconds in which the calls of a batch begin
+        # The seconds in which all calls of a batch have to begin; evaluate_model.py sets no limit.
+        self.budget = 9 * s.call_timeout or math.inf
         self.processes = {}                     # {file or module: the UserProcess that calls its functions}
         self.rewards = []                       # pairs (Reward, the UserProcess that calls it, or None)
         self.episode_rewards = []               # Rewards that read the environment at the end of an episode
@@ -456,9 +456,8 @@ class Scorer:
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        if not self.only_accuracy:
-            if rollouts:
-                self._score(rollouts)
+        if rollouts and not self.only_accuracy:
+            self._score(rollouts)
             return
         for r in rollouts:
             answer = number_of(r.completion)
@@ -475,8 +474,13 @@ class Scorer:
         end = time.monotonic() + self.budget
         sources = []
         for reward, process in self.rewards:
-            results = score_completions(reward, self._in_form(reward.form, columns), process,
-                                        s.call_timeout, end, s.call_workers, s.reward_errors)
+            its_columns = columns
+            # verl's form gets an episode as verl decodes it: all that follows the prompt, as one text.
+            if reward.form != "TRL" and self.player.make:
+                texts = self.player.tokenizer.batch_decode(columns["completion_ids"], skip_special_tokens=True)
+                its_columns = columns | {"completions": texts}
+            results = score_completions(reward, its_columns, process, s.call_timeout, end, s.call_workers,
+                                        s.reward_errors)
             sources.append((reward.name, results))
         if self.model:
             model_scores = self.model.score(columns["prompts"], columns["completions"])
@@ -507,13 +511,6 @@ class Scorer:
             r.rewards = dict(token_rewards)
         return sources
 
-    def _in_form(self, form, columns):
-        # verl's form gets an episode as verl decodes it: all that follows the prompt, as one text.
-        if form == "TRL" or not self.player.make:
-            return columns
-        return columns | {"completions": self.player.tokenizer.batch_decode(
-            columns["completion_ids"], skip_special_tokens=True)}
-
     def _score_ended(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one.
         columns = columns_of([rollout], self.settings) | {"environments": [environment]}
@@ -533,11 +530,13 @@ class Scorer:
                              f"{', '.join(twice)}")
         r.parts = r.parts | parts
         r.extra = r.extra | logged
-        weighted = [self.weights[name] * value for name, value in counted(parts).items()]
-        summands = [value for value in [r.score, *weighted] if not math.isnan(value)]
-        r.score = sum(summands) if summands else math.nan
-        if any(self.weights[name] for name in counted(parts)):
-            r.problem = r.problem or problem
+        summands = [r.score]
+        for name, value in counted(parts).items():
+            summands.append(self.weights[name] * value)
+            if self.weights[name]:
+                r.problem = r.problem or problem
+        numbers = [value for value in summands if not math.isnan(value)]
+        r.score = sum(numbers) if numbers else math.nan
 
 
 def agent_scores(environments):

@@ -94,9 +94,7 @@ def load_from(spec, key, kind, others=""):
     target = getattr(module, name, None)
     # A builtin such as max may not say what its parameters are.
     if not callable(target) or inspect.isbuiltin(target):
-        names = [other for other, value in vars(module).items() if callable(value) and value != target]
-        raise ValueError(f"{key}: {place} has no {kind} {name}; at its top level it has "
-                         f"{', '.join(names) or 'none'}")
+        raise ValueError(f"{key}: {place} has no {kind} {name} at its top level")
     return target
 
 

@@ -297,19 +297,16 @@ SAID = {"from": "human", "value": "1+1?"}
     ({"conversations": [{"from": "system", "value": "Add."}, SAID]},
      [{"role": "system", "content": "Add."}, ASKED], None),
     ({"prompt": [{"from": "user", "value": "1+1?"}], "ground_truth": "2"}, [ASKED], "2"),
-    # Open-Reasoner-Zero's
-    ([SAID, {"from": "assistant", "ground_truth": {"value": "2"}}], [ASKED], "2"),
     # The assistant's beginning of an answer, which the policy continues
     ({"prompt": [ASKED, {"role": "assistant", "content": "It is "}]},
      [ASKED, {"role": "assistant", "content": "It is "}], None)])
 def test_conversations(tmp_path, row, prompt, answer):
     # An array, with a byte order mark as well, and lines in a file that is called .json; a line is an object
-    as_lines = [json.dumps(row) + "\n" + json.dumps(row)] * isinstance(row, dict)
-    for content in ("\ufeff" + json.dumps([row, row]), json.dumps([row, row], indent=1), *as_lines):
+    as_lines = json.dumps(row) + "\n" + json.dumps(row)
+    for content in ("\ufeff" + json.dumps([row, row]), json.dumps([row, row], indent=1), as_lines):
         (tmp_path / "rows.json").write_text(content)
         assert read(tmp_path / "rows.json") == [(prompt, answer)] * 2
-    if as_lines:
-        assert read(write(tmp_path / "rows.jsonl", row, row)) == [(prompt, answer)] * 2
+    assert read(write(tmp_path / "rows.jsonl", row, row)) == [(prompt, answer)] * 2
     (tmp_path / "rows.json").write_text(json.dumps([row, 5]))
     with pytest.raises(ValueError, match="rows.json: row 2: not an object"):
         read(tmp_path / "rows.json")

@@ -937,8 +937,8 @@ MANY = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "I"
 
 
 @pytest.mark.parametrize("source, told", [
-    ("", [r"environment: \S+ has no Class Game; at its top level it has none"]),
-    ("class Gome:\n    pass", ["has no Class Game; at its top level it has Gome"]),
+    ("", [r"environment: \S+ has no Class Game at its top level"]),
+    ("class Gome:\n    pass", ["has no Class Game at its top level"]),
     ("Game = 3", ["has no Class Game"]), ("1 / 0", ["game.py raised ZeroDivisionError"]),
     ("class Game:\n    def __init__(self, size):\n        pass",
      [r"environment=\S+:Game: Game\(\) raised TypeError: .*missing 1 required positional argument: 'size'"]),
@@ -977,7 +977,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (tmp_path / "environments").mkdir()
     (tmp_path / name).write_text("class Gess:\n    pass")
     assert user_code.source_of(name) == f"{tmp_path}/{name}"
-    with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess; at its top level it has Gess"):
+    with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess at its top level"):
         player("", environment=f"{name}:Guess")
 
 

@@ -133,12 +133,12 @@ def test_a_merged_weight_is_one_of_the_two_next_to_the_sum():
 
 
 def test_the_spread_is_even_over_rows_columns_and_blocks():
-    found = lora.spread(torch.empty(300, 400)).double() / 2 ** 16
+    found = lora.even_offsets(torch.empty(300, 400)).double() / 2 ** 16
     for part in (found, found[7], found[:, 9], found[40:60, 100:120]):
         assert part.mean().abs() < 0.02 and part.std() == pytest.approx(12 ** -0.5, rel=0.05)
         counts = part.flatten().histc(10, -0.5, 0.5) / part.numel()
         assert (counts - 0.1).abs().max() < 0.04
-    assert lora.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5)
+    assert lora.even_offsets(torch.empty(3, 4, 5)).shape == (3, 4, 5)
 
 
 # ---------------------------------------------------------------- trainer and engine

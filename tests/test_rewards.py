@@ -150,14 +150,14 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("my_reward.py", "has no function compute_score; at its top level it has helper, reward$"),
+    ("my_reward.py", "has no function compute_score at its top level$"),
     ("no_such:reward", "no_such raised ModuleNotFoundError: No module named 'no_such'"),
-    ("json:dumped", "json has no function dumped; at its top level it has "),
+    ("json:dumped", "json has no function dumped at its top level"),
     ("my_reward.py:", "reward must be file.py:function"), ("accuracy", "reward must be file.py:function"),
     ("missing.py:reward", "no such file: .*missing.py"),
-    ("my_reward.py:rewards", "has no function rewards; at its top level it has helper, reward$"),
-    ("my_reward.py:qqq", "has no function qqq; at its top level it has helper, reward$"),
-    ("my_reward.py:CONSTANT", "has no function CONSTANT; at its top level it has"),
+    ("my_reward.py:rewards", "has no function rewards at its top level$"),
+    ("my_reward.py:qqq", "has no function qqq at its top level$"),
+    ("my_reward.py:CONSTANT", "has no function CONSTANT at its top level"),
     ("broken.py:reward", "broken.py raised ZeroDivisionError: division by zero"),
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])

@@ -296,7 +296,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
     (["--max_turns=-1"], "max_turns=-1: must not be negative"),
     (["--call_workers=-1"], "call_workers=-1: must not be negative"),
     (["--call_timeout=-1"], "call_timeout=-1.0: must not be negative"),
-    (["--environment=GAMES:Letter"], "games.py has no Class Letter; at its top level it has "),
+    (["--environment=GAMES:Letter"], "games.py has no Class Letter at its top level"),
     (["--environment=GAMES:paid"], "paid() raised TypeError"),
     (["--environment=GAMES:Letters", "--chat=false"], "needs chat=True and a tokenizer with a chat template")])
 def test_bad_input(talker, games, tmp_path, settings, message):

@@ -190,8 +190,8 @@ def configure(namespace, argv=None, choices={}):
 # checks that refuse settings before a model is loaded. They catch mistakes, and nothing else depends on them.
 # A script of your own may drop settings; the rules that read one of these are then left out.
 
-POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    num_mini_batches max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
+POSITIVE = """num_generations prompts_per_step max_completion_length token_budget num_mini_batches num_epochs
+    max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
@@ -232,8 +232,6 @@ RULES = (
      " does not divide the {trainers} ranks that train"),
     (lambda prompts_per_step, engines: prompts_per_step % engines == 0, " is no multiple of {engines}"),
     # updates
-    (lambda updates_per_step, prompts_per_step, num_generations:
-     prompts_per_step * num_generations % updates_per_step == 0, " does not divide the completions per step"),
     (lambda num_mini_batches, prompts_per_step, num_generations:
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),

@@ -14,7 +14,6 @@ T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabul
 """
 import copy
 import functools
-import math
 import sys
 from types import SimpleNamespace
 
@@ -49,7 +48,7 @@ class Network(nn.Module):
         self.hf = hf
         self.decoder = (text_model(hf),)        # in a tuple, or PyTorch would list its weights twice
         self.packed = True                      # whether a row may hold several sequences: see check_same
-        self.sequence_group = None              # the ranks that share each row with this one, if there are any
+        self.sequence_group = None              # the ranks that share each row with this one, or None
         self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
         self.loss_scale = None                  # a number in float16, which runtime/run.py sets
 

@@ -133,8 +133,8 @@ def deal(rollouts, chosen, num_ranks):
 
 
 def largest_first(pieces, num_ranks):
-    # Deals each piece to the rank with the fewest tokens so far. Returns the list of each rank, and the tokens
-    # of the rank that has most.
+    # Deals each piece to the rank with the fewest tokens so far. Returns the list of each rank, and how many
+    # tokens the rank with most tokens has.
     shares = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for piece in sorted(pieces, key=row_size, reverse=True):

@@ -477,7 +477,8 @@ class Scorer:
             its_columns = columns
             # verl's form gets an episode as verl decodes it: all that follows the prompt, as one text.
             if reward.form != "TRL" and self.player.make:
-                texts = self.player.tokenizer.batch_decode(columns["completion_ids"], skip_special_tokens=True)
+                texts = self.player.tokenizer.batch_decode(
+                    columns["completion_ids"], skip_special_tokens=True)
                 its_columns = columns | {"completions": texts}
             results = score_completions(reward, its_columns, process, s.call_timeout, end, s.call_workers,
                                         s.reward_errors)

@@ -237,7 +237,7 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # names for the requests of episodes
-        self.tables = {}                    # {name of such a request: the episodes.OpenEpisodes that added it}
+        self.tables = {}                    # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
         longest = len(request.ids) + request.max_tokens

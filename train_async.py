@@ -53,7 +53,7 @@ num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # in tokens; longer prompts are left out
 max_completion_length = 64      # in tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
-max_steps = 60                  # each samples completions and makes updates_per_step updates
+max_steps = 60                  # each samples completions and makes num_mini_batches updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
@@ -77,7 +77,7 @@ kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, 
                                 # each score, k1_advantage from each token's advantage (on-policy
                                 # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
-updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
+num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, dppo; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
@@ -159,7 +159,7 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 bridge.take("ready", 0)                                         # waits until all engines are made
 # begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
-log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
+log = run.begin(networks, bridge, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
@@ -224,7 +224,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [shuffled[u::updates_per_step] for u in range(updates_per_step)]          # lists of s
+    updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
     # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
@@ -232,7 +232,7 @@ for step in range(run.first_step, max_steps + 1):
     # rollouts engine_correction weighs tokens.
     if old_logprobs == "engine":
         old_logps = engine_logps
-    elif updates_per_step > 1:
+    elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
             my_share = sum(shares, [])                          # of all updates
             old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)   # {s: [len]}
@@ -267,7 +267,7 @@ for step in range(run.first_step, max_steps + 1):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # the mean over the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:

@@ -10,7 +10,7 @@ choice of what a step trains on. Read that file first; here `# DAPO` marks what 
 2. The score falls linearly over the last overlong_buffer tokens before max_completion_length (3.4), or
    --mask_truncated=true leaves completions that were cut off out of the loss.
 3. The upper clip bound is higher (3.1), and each token has the same weight (3.3).
-4. updates_per_step is 4; the paper makes 16 updates per rollout.
+4. num_mini_batches is 4; the paper makes 16 updates per rollout.
 A prompt that is left out is in no advantage's statistics, no loss and no denominator. A completion that is
 masked still counts in the mean of its prompt. The logged reward and lengths are of all that was sampled. With
 max_num_gen_batches=0, overlong_buffer=0 and the other defaults of train_grpo.py the figures are those of
@@ -46,7 +46,7 @@ num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # in tokens; longer prompts are left out
 max_completion_length = 64      # in tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
-max_steps = 60                  # each samples completions and makes updates_per_step updates
+max_steps = 60                  # each samples completions and makes num_mini_batches updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
@@ -70,7 +70,7 @@ kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, 
                                 # each score, k1_advantage from each token's advantage (on-policy
                                 # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
-updates_per_step = 4            # DAPO: updates per step; the completions are split evenly among them
+num_mini_batches = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, dppo; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
@@ -123,7 +123,7 @@ with input_errors():                                            # a ValueError b
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 # begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
-log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
+log = run.begin(networks, rollout_engine, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
 # sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
@@ -193,7 +193,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(counted, len(counted))            # DAPO: only these
-    updates = [shuffled[u::updates_per_step] for u in range(updates_per_step)]          # lists of s
+    updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
     # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
@@ -202,7 +202,7 @@ for step in range(run.first_step, max_steps + 1):
     stale = any(r.sampled_by != {step} for r in rollouts)
     if old_logprobs == "engine" or stale and engine_correction == "none":
         old_logps = engine_logps
-    elif updates_per_step > 1:
+    elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
             my_share = sum(shares, [])                          # of all updates
             old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)   # {s: [len]}
@@ -237,7 +237,7 @@ for step in range(run.first_step, max_steps + 1):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # the mean over the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:

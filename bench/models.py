@@ -145,7 +145,7 @@ refused or a run stopped. Most of these reasons concern vLLM's CPU build.
   accepted, but the dropout does not act, because the engine has none either.
 """
 ENGINES = {
-    "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_step=1 "
+    "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --num_mini_batches=1 "
             "--critic_learning_rate=1e-3".split(),
     # With an entropy bonus it computes completions without an advantage as well.
     "hf": ["train_grpo.py", "--engine=hf", "--entropy_coef=1e-6"]}

@@ -35,7 +35,7 @@ configure(globals())
 
 # Imported here, so that --help and a wrong setting's message need no TRL.
 from trl import GRPOTrainer
-from trl.experimental.sdpo import loss_utils, sdpo_trainer
+from trl.experimental.sdpo import sdpo_trainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 LENGTHS = [32, 8, 16, 16, 8, 16, 16, 16]        # powers of two, so that float32 has all weights exactly

@@ -185,6 +185,7 @@ if __name__ == "__main__":
             for case, candidates, limit, in_flight in cases:
                 best = min((*simulate(batches, *split, limit, in_flight)[1:], split) for split in candidates)
                 per_step, sampling, training, split = best
-                colocated = per_step if case == "colocated" else colocated
+                if case == "colocated":
+                    colocated = per_step
                 print(line(size, name, case, "{}+{}".format(*split), f"{per_step:.2f}",
                            f"{colocated / per_step:.2f}", f"{sampling:.0%}", f"{training:.0%}"), flush=True)

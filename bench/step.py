@@ -193,7 +193,7 @@ side = 8192 if cuda else 2048
 square = torch.randn(side, side, device=device, dtype=compute_dtype)
 peak = 2 * side ** 3 / seconds(lambda: square @ square)
 block = torch.empty(2 ** 30 if cuda else 2 ** 27, device=device, dtype=torch.uint8)
-bandwidth = 2 * len(block) / seconds(lambda: block.clone())     # read and written
+bandwidth = 2 * len(block) / seconds(block.clone)               # read and written
 del block
 figures = {
     "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens of rollouts": in_rollouts,

@@ -46,7 +46,7 @@ out_dir = "out/trl_grpo"
 from config.shared import *     # only data, evaluations and AdamW's settings are used
 temperature = 1.0
 skip_zero_advantage = False     # TRL computes all completions either way; the gradient is the same
-updates_per_step = 1
+num_mini_batches = 1
 epsilon = 0.2
 warmup_steps = 5
 lr_decay = "linear"
@@ -75,7 +75,7 @@ optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
                               weight_decay=0.0, fused=True)
 # The updates of a step share a learning rate. With TRL's own schedules it would change after each update.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: losses.schedule(
-    1.0, update // updates_per_step, max_steps, lr_decay, warmup_steps))
+    1.0, update // num_mini_batches, max_steps, lr_decay, warmup_steps))
 rows, position = [], 0                                          # in the order in which a run uses them
 for _ in range(max_steps):
     picked, position = train_set.draw(position, prompts_per_step, seed)
@@ -110,12 +110,12 @@ class Log(TrainerCallback):
 
 config = GRPOConfig(
     out_dir, seed=seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
-    max_steps=max_steps * updates_per_step, steps_per_generation=updates_per_step * micro_batches,
-    per_device_train_batch_size=prompts_per_step * num_generations // updates_per_step // micro_batches,
+    max_steps=max_steps * num_mini_batches, steps_per_generation=num_mini_batches * micro_batches,
+    per_device_train_batch_size=prompts_per_step * num_generations // num_mini_batches // micro_batches,
     gradient_accumulation_steps=micro_batches,
     num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
     temperature=temperature, loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon,
-    max_grad_norm=grad_clip, logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
+    max_grad_norm=grad_clip, logging_steps=num_mini_batches, disable_tqdm=True, report_to=[], save_strategy="no")
 loaded = rewards.load_reward(reward, task)
 function = loaded.function or load_from(loaded.spec, "reward", "function")
 trainer = GRPOTrainer(policy, function, config, Dataset.from_list(rows), processing_class=tokenizer,

@@ -24,7 +24,8 @@ from unicodedata import normalize
 LANGUAGES = [
     ("answer|ans|(?:correct|best) (?:option|choice)", r"is|are|equals|\w{1,9} be",
      "so|thus|hence|therefore|results?|value|number|(?:i|we) get|(?:it|that).?i?s|option|choice|choose|pick"),
-    ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于", "结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|故"),
+    ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于",
+     "结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|故"),
     ("答え|解答|正解|정답|답", "は|은|는", "よって|따라서"),
     ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut",
      "resultado|risultato|résultat|solution|total|donc"),
@@ -76,7 +77,8 @@ EDGES = " \t\r\n*`\"'“”"
 CHAIN = re.compile(r"(?<![<>!=:])=(?![=>])(?:(?:(?!\b(?:and|or)\b|[,;，；]\D).)*(?<![<>!=:])=(?![=>]))?")
 # A line such as `Let x = 5` or `Step 2` has no answer. A text with a word, or with a sign that no formula
 # has, is wordy.
-ASSUMPTION = re.compile(r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设")
+ASSUMPTION = re.compile(
+    r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设")
 WORDY = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}|#|^\{")
 
 
@@ -298,8 +300,9 @@ CLEANING = {
 # table are never equal.
 UNITS = {}
 for names in (
-        "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|"
-        "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|"
+        "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|"
+        "km kilometer kilometre 千米|in inch inche|ft foot feet|yd yard|mi mile|"
+        "mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|"
         "ml milliliter|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|"
         "yr year 年|/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|"
         "jj|nn|ww|vv|kk|cc|ff|tt|hh|aa").split("|"):
@@ -310,7 +313,8 @@ for names in (
 # Other words after a number are units as well, up to three of them, if they do not change its value. A word
 # of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米 the unit is
 # written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
-NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{3}}\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미])"
+NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{3}}\b|мил|млн|тыс|"
+        r"\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미])"
         r"(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[^\W\d_a-zA-Z]{1,10}|[cmk]m|kg|ml|ft|yd|sq)")
 WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})(?![a-zA-Z])(?:\s*\^[({{]?[23][)}}]?)?"
 BEHIND = rf"(?:\s+|(?={NAME})){WORD}(?:[ /]+{WORD}){{0,2}}$"

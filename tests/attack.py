@@ -200,11 +200,11 @@ BOUND = r"\.py: {}(=| must be)"
 BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must not have it
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length "
-              "token_budget updates_per_step max_steps eval_samples "
+              "token_budget num_mini_batches max_steps eval_samples "
               "keep_checkpoints vllm_tensor_parallel_size "
-              "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
-        DAPO: "updates_per_step", SAMPLE: "samples max_completion_length",
-        PPO: "num_epochs updates_per_step max_steps"}),
+              "sequence_parallel_size", ASYNC: "rollout_ranks max_steps num_mini_batches",
+        DAPO: "num_mini_batches", SAMPLE: "samples max_completion_length",
+        PPO: "num_epochs num_mini_batches max_steps"}),
     ("-1", BOUND, {
         GRPO: "learning_rate warmup_steps grad_clip epsilon epsilon_high kl_coef "
               "entropy_coef correction_low correction_high logprob_gap call_timeout timeout train_prompts "
@@ -221,7 +221,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
         SAMPLE: "task engine dtype"}),
     (f"{10 ** 30}", r"\b{}\b", {
         GRPO: "prompts_per_step max_completion_length train_prompts eval_prompts "
-              "updates_per_step max_prompt_length sequence_parallel_size",
+              "num_mini_batches max_prompt_length sequence_parallel_size",
         ASYNC: "rollout_ranks"})]
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
@@ -233,17 +233,17 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
     ([GRPO, DAPO], {
-        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4",
+        ITSELF: "num_mini_batches=3; num_generations=1 prompts_per_step=4",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
         "max_num": "advantage=reinforce++",
         runs(): "seed=0; max_num_gen_batches=0; max_num_gen_batches=17; "
                 "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0"}),
-    ([PPO], {ITSELF: "critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
+    ([PPO], {ITSELF: "critic_warmup_steps=2; num_mini_batches=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
-                "shard_ranks=2; updates_per_step=7; eval_file=x.jsonl",
+                "shard_ranks=2; num_mini_batches=7; eval_file=x.jsonl",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; "
                 "in_flight=true max_staleness=0; timeout=20 call_timeout=1; advantage=grpo_process max_staleness=1; timeout=0"}),

@@ -29,7 +29,7 @@ from episodes import OpenEpisodes, jobs_for
 from rewards import Scorer
 from runtime.metrics import rollout_metrics
 from runs import kept_rollouts, lines, refused, without_times
-from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,
+from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,  # noqa: F401
                            player as episode_player, prompts_for)
 from test_many_ranks import gradient
 

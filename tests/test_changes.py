@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import defaultdict
 
 import numpy as np
@@ -201,7 +200,7 @@ def test_a_setting_of_evaluation_does_not_act_in_training(folder, tmp_path, sett
 
 def test_the_kl_is_taken_off_the_rewards_of_tokens_too(folder, teacher, reward_file, tmp_path):
     """With one reward for each completion grpo_process is grpo, also with a KL or a penalty."""
-    how = ["--max_num_gen_batches=0", "--overlong_buffer=6", "--updates_per_step=1", "--kl_coef=0.3",
+    how = ["--max_num_gen_batches=0", "--overlong_buffer=6", "--num_mini_batches=1", "--kl_coef=0.3",
            "--kl_estimator=k1_reward", f"--reference_model={teacher}", "--max_steps=1"]
     (grpo, _), (process, _) = (
         train(folder, tmp_path / advantage, reward_file, *how, f"--advantage={advantage}",
@@ -268,7 +267,7 @@ def test_solved_prompts_rest(folder, tmp_path):
                       "--save_interval=3")
     half = f"--reward={tmp_path}/half.py:half"
     forked(tmp_path / "log", script, *arguments, half, f"--out_dir={tmp_path}/run", keep=True)
-    rates, skipped = {}, 0
+    rates = {}
     for step in range(9):
         rows = kept_rollouts(tmp_path / "run", step)
         for group in (rows[i:i + 4] for i in range(0, 16, 4)):
@@ -381,7 +380,6 @@ def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
     reward = f"--reward={tmp_path}/steps.py:words"
     metrics, _ = train(folder, tmp_path / "grpo", reward, "--advantage=grpo_process", "--max_steps=1")
     rows = kept_rollouts(tmp_path / "grpo", 0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     advantages = []
     for first in range(0, len(rows), 4):
         given = [dict(row["rewards"]) for row in rows[first:first + 4]]

@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import time
-from fractions import Fraction                          # which a text that is evaluated names
 
 import pytest
 

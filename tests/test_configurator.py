@@ -432,7 +432,7 @@ def test_a_default_that_is_no_choice_is_refused(key, capsys):
 
 
 def test_a_name_that_is_no_parameter_of_its_rule_fails(monkeypatch):
-    monkeypatch.setattr(configurator, "RULES", [(lambda seed: seed < sead, "")])
+    monkeypatch.setattr(configurator, "RULES", [(lambda seed: seed < sead, "")])   # noqa: F821
     with pytest.raises(NameError, match="sead"):
         check_values(SimpleNamespace(seed=1))
 

@@ -21,7 +21,7 @@ BLOCKS = [(page, language, block) for page, text in TEXTS.items()
 DIFFS = [(page, block) for page, language, block in BLOCKS if language == "diff"]
 PACKAGES = ["config", "runtime", "tasks", "tiny"]
 TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
-        "--num_generations=4", "--train_prompts=256", "--max_completion_length=8", "--updates_per_step=2"]
+        "--num_generations=4", "--train_prompts=256", "--max_completion_length=8", "--num_mini_batches=2"]
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_diff_applies_and_runs(copy, number):
     (copy / "a.diff").write_text(diff)
     run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
     script, *arguments = commands_for(page, diff)[-1]
-    small = [one for one in TINY if "ppo" not in script or "updates_per_step" not in one]
+    small = [one for one in TINY if "ppo" not in script or "num_mini_batches" not in one]
     # Without a real model, and what it needs.
     arguments = [one for one in arguments if not re.search("prompts_per_step|MODEL|gsm8k", one)]
     arguments = runs.with_defaults(arguments,

@@ -17,7 +17,7 @@ import data
 import runs
 from episodes import Player
 from rewards import Scorer
-from runtime import check_model, user_code
+from runtime import check_model
 from runtime.user_code import UserProcess
 from runs import ROOT, begin, finish, forked, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for

@@ -137,7 +137,6 @@ def test_a_script_may_have_dropped_settings(folder):
 
 
 def test_an_engine_holds_its_weights_and_its_cache(folder):
-    s = settings(folder)
     hf = AutoModelForCausalLM.from_pretrained(folder)
     cache = hf(input_ids=torch.zeros(32, 128, dtype=torch.long), use_cache=True).past_key_values
     keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -97,7 +96,7 @@ def test_copies_of_the_weights_have_one_gradient(reference_gradients, folder, re
 
 def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
     settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
-                "updates_per_step": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
+                "num_mini_batches": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
     found, metrics = [], []
     for count, token_budget, cut in ((1, 8192, 1), (4, 100, 2)):
         out_dir = tmp_path / str(count)
@@ -116,7 +115,7 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py"])
 def test_every_script_cuts_rows(folder, reward_file, tmp_path, script):
     """Which shows where it cannot: the model has four heads of queries, but two of keys."""
-    settings = {"updates_per_step": 1, "critic_warmup_steps": 0} if "ppo" in script else {}
+    settings = {"num_mini_batches": 1, "critic_warmup_steps": 0} if "ppo" in script else {}
     _, said = train(script, folder, tmp_path / "run", reward_file, 4, code=2, sequence_parallel_size=4,
                     **settings)
     assert "sequence_parallel_size=4 does not divide its heads of queries and of keys: [2, 4]" in said
@@ -140,10 +139,10 @@ def test_ranks_that_copies_do_not_divide_are_refused(folder, reward_file, tmp_pa
 
 # Each update is of one sequence.
 @pytest.mark.parametrize("script, settings", [
-    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),
-    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4,
+    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "num_mini_batches": 4}),
+    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "num_mini_batches": 4,
                        "loss_type": "sapo", "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
-    ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "updates_per_step": 4,
+    ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "num_mini_batches": 4,
                       "critic_warmup_steps": 0, "critic_learning_rate": 1e-3})])
 def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, script, settings):
     one, _ = train(script, folder, tmp_path / "one", reward_file, **settings)

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from runtime import checkpoint
 import placement
 import runs
-from placement import Bridge
 from rollout import Rollout, as_arrays, from_arrays
 from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
 from test_many_ranks import bits
@@ -96,7 +95,7 @@ def wait_until(condition, seconds):
 # ---------------------------------------------------------------- the weights that sampled
 
 @pytest.mark.parametrize("settings", [
-    {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "cispo"},
+    {"num_mini_batches": 2, "kl_coef": 0.05, "loss_type": "cispo"},
     {"advantage": "rloo", "kl_coef": 0.05, "kl_estimator": "k1_reward"}])
 def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):
     settings = {"max_steps": 4, "engine_correction": "none"} | settings
@@ -116,9 +115,9 @@ def gap(r, model_of):
     ids, start, cache, logits = torch.from_numpy(r.ids).long(), len(r.prompt_ids), None, []
     # A version that samples from the token t on reads the row from the token before.
     edges = [0, *(start + t - 1 for t, _ in r.versions[1:]), len(ids)]
-    for (begin, end), (_, version) in zip(itertools.pairwise(edges), r.versions, strict=True):
+    for (first, end), (_, version) in zip(itertools.pairwise(edges), r.versions, strict=True):
         with torch.no_grad():
-            output = model_of(version)(ids[None, begin:end], past_key_values=cache, use_cache=True)
+            output = model_of(version)(ids[None, first:end], past_key_values=cache, use_cache=True)
         cache, logits = output.past_key_values, [*logits, output.logits[0]]
     logps = torch.cat(logits)[:-1].log_softmax(-1).gather(1, ids[1:, None])[start - 1:, 0]
     return np.abs(logps.numpy() - r.logprobs).max()

@@ -8,13 +8,13 @@ from runs import kept_rollouts, lines, without_times
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 4, "save_interval": 1, "eval_interval": 2,
          "keep_checkpoints": 9, "warmup_steps": 0, "lr_decay": "constant", "learning_rate": 1e-3,
-         "updates_per_step": 2, "engine": "hf"}
+         "num_mini_batches": 2, "engine": "hf"}
 STEP = 2
 # Of a script: its own settings, another loss, and the number of ranks.
 SCRIPTS = {
     "train_grpo.py": ({}, {"loss_type": "gspo", "epsilon": 1e-6}, 1),
     "train_dapo.py": ({"max_num_gen_batches": 3}, {"loss_type": "cispo"}, 1),
-    "train_ppo.py": ({"critic_warmup_steps": 1, "critic_learning_rate": 1e-3, "updates_per_step": 2},
+    "train_ppo.py": ({"critic_warmup_steps": 1, "critic_learning_rate": 1e-3, "num_mini_batches": 2},
                      {"epsilon": 1e-6}, 1),
     "train_async.py": ({"max_staleness": 1}, {"loss_type": "sapo"}, 2)}
 
@@ -24,7 +24,7 @@ def test_a_step_is_sampled_again_from_its_checkpoint(folder, reward_file, tmp_pa
     own, other, ranks = SCRIPTS[script]
     settings = SMALL | own | {"model": folder, "reward": reward_file.partition("=")[2]}
     if script == "train_ppo.py":
-        del settings["updates_per_step"]
+        del settings["num_mini_batches"]
 
     def run(name, **more):
         metrics, _ = runs.train(script, tmp_path / name, [], settings | more, ranks=ranks)

@@ -105,7 +105,7 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     """The conversation has as many control tokens as with a harmless answer."""
     ours = load(judge)
     control = set(ours.tokenizer.all_special_ids)
-    count = lambda prompt, completion: sum(id in control for id in ours._encode(prompt, completion))
+    count = lambda prompt, completion: sum(token in control for token in ours._encode(prompt, completion))
     prompt = ROWS[0]["prompt"]
     assert count(prompt, answer(text)) == count(prompt, answer("12")) > 3
     assert count([{"role": "user", "content": text}], answer("12")) == count(prompt, answer("12"))

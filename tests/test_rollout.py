@@ -47,7 +47,7 @@ def generate(engine, prompts=PROMPTS, n=3, seeds=None, max_tokens=24, temperatur
 
 def test_each_step_tells_the_watchdog_that_the_engine_works(engine, monkeypatch):
     """The plain engine samples a token with each, so that no length of a completion is a standstill."""
-    steps, step, watchdog = [], engine.step, rollout.distributed.watchdog
+    steps, watchdog = [], rollout.distributed.watchdog
     monkeypatch.setattr(watchdog, "moved", lambda where=None: steps.append(where))
     rollouts = generate(engine, max_tokens=24)
     longest = max(len(r.logprobs) for r in rollouts)

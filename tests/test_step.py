@@ -5,9 +5,8 @@ import statistics
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-import rollout
 from runs import kept_rollouts, with_defaults
 from test_changes import logprobs, of_groups
 from test_train_dapo import PLAIN, dapo
@@ -36,7 +35,7 @@ def groups_of(rows, G=6):
 def test_the_loss_of_what_is_counted(tmp_path, aggregation):
     """Filtered groups in no statistics, truncated completions in no denominator, the penalty in the score."""
     metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--max_num_gen_batches=1",
-                   "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=2",
+                   "--mask_truncated=true", "--overlong_buffer=8", "--num_mini_batches=2",
                    "--epsilon_high=0.2", f"--loss_aggregation={aggregation}")
     rows = kept_rollouts(tmp_path, 1)
     for row in rows:
@@ -113,7 +112,7 @@ def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp
     ratios = {}
     for updates in (1, 2):
         metrics, _ = train(folder, tmp_path / str(updates), reward_file, "--epsilon=1e-6",
-                           "--epsilon_high=1e-6", f"--updates_per_step={updates}", "--max_steps=1")
+                           "--epsilon_high=1e-6", f"--num_mini_batches={updates}", "--max_steps=1")
         ratios[updates] = metrics[0]["clip_ratio/region_mean"]
     # Half of the tokens, pushed either way.
     assert ratios[1] == 0 and 0.1 < ratios[2] < 0.5

@@ -12,7 +12,7 @@ from runtime import checkpoint
 from test_train_grpo import REAL, train
 
 # train_grpo.py's defaults.
-PLAIN = {"max_num_gen_batches": 0, "overlong_buffer": 0, "updates_per_step": 1, "epsilon_high": 0.2}
+PLAIN = {"max_num_gen_batches": 0, "overlong_buffer": 0, "num_mini_batches": 1, "epsilon_high": 0.2}
 
 
 def dapo(out_dir, *arguments, folder=None):
@@ -45,9 +45,9 @@ def test_it_is_train_grpo_with_few_lines_changed():
 
 @pytest.mark.parametrize("arguments", [
     [],
-    ["--updates_per_step=2", "--advantage=grpo_batch", "--loss_type=gmpo",
+    ["--num_mini_batches=2", "--advantage=grpo_batch", "--loss_type=gmpo",
      "--kl_coef=0.1", "--engine_correction=token_mask", "--entropy_coef=0.01"],
-    ["--updates_per_step=3", "--old_logprobs=engine", "--advantage=rloo", "--kl_coef=0.1", "--kl_estimator=k1_reward",
+    ["--num_mini_batches=3", "--old_logprobs=engine", "--advantage=rloo", "--kl_coef=0.1", "--kl_estimator=k1_reward",
      "--loss_type=gspo", "--loss_aggregation=sequence_mean", "--token_budget=200"]])
 def test_the_figures_are_those_of_train_grpo(tmp_path, arguments):
     grpo, _ = train(None, tmp_path / "grpo", *REAL, *arguments)
@@ -76,7 +76,7 @@ def test_a_run_of_train_grpo_goes_on(tmp_path):
 def dapo_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("dapo")
     arguments = [*REAL, "--max_num_gen_batches=3", "--max_steps=4",
-                 "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=1", "--train_prompts=20",
+                 "--mask_truncated=true", "--overlong_buffer=8", "--num_mini_batches=1", "--train_prompts=20",
                  "--keep_checkpoints=9"]
     return path, arguments, dapo(path / "run", *arguments)
 
@@ -145,7 +145,7 @@ def test_a_run_does_not_lose_what_it_remembers(dapo_run, tmp_path, change, messa
     (["--overlong_buffer=-1"], "overlong_buffer=-1: must not be negative"),
     (["--advantage=reinforce++"],
      "max_num_gen_batches=10 leaves out prompts that teach something with advantage=reinforce++"),
-    (["--updates_per_step=3"], "updates_per_step=3 does not divide"),
+    (["--num_mini_batches=3"], "num_mini_batches=3 does not divide"),
     (["--max_num_gen_batch=1"], "did you mean --max_num_gen_batches?")])
 def test_bad_input(folder, tmp_path, arguments, message):
     refused([f"--model={folder}", *arguments], message, tmp_path, script="train_dapo.py")

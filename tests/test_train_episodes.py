@@ -14,8 +14,8 @@ from test_survive import count_lines, wait_for
 SMALL = {"task": "arithmetic", "prompts_per_step": 4, "num_generations": 4, "max_turns": 3,
          "max_completion_length": 48, "train_prompts": 64, "eval_prompts": 4, "eval_samples": 1,
          "max_steps": 2, "save_interval": 1, "warmup_steps": 0, "learning_rate": 1e-3, "engine": "hf"}
-SCRIPTS = {"train_grpo.py": {}, "train_dapo.py": {"updates_per_step": 1},
-           "train_ppo.py": {"critic_warmup_steps": 0, "critic_learning_rate": 1e-3, "updates_per_step": 1}}
+SCRIPTS = {"train_grpo.py": {}, "train_dapo.py": {"num_mini_batches": 1},
+           "train_ppo.py": {"critic_warmup_steps": 0, "critic_learning_rate": 1e-3, "num_mini_batches": 1}}
 # The prompt names the tools, and their results are long.
 TOOLS = {"max_prompt_length": 80, "max_completion_length": 170}
 ENDED = [f"episodes/ended/{how}" for how in ("done", "length", "turns", "timeout", "error")]

@@ -113,13 +113,13 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--kl_coef=0.1", "--updates_per_step=2", "--loss_type=cispo", "--advantage=rloo",
+    ["--kl_coef=0.1", "--num_mini_batches=2", "--loss_type=cispo", "--advantage=rloo",
      "--gradient_checkpointing=true"],
     ["--kl_coef=0.1", "--kl_estimator=k2", "--loss_aggregation=constant_length", "--advantage=dr_grpo",
      "--temperature=0.7", "--engine_correction=sequence_mask"],
-    ["--kl_coef=0.1", "--kl_estimator=k3+", "--updates_per_step=2", "--loss_type=gspo", "--old_logprobs=engine",
+    ["--kl_coef=0.1", "--kl_estimator=k3+", "--num_mini_batches=2", "--loss_type=gspo", "--old_logprobs=engine",
      "--advantage=reinforce++_baseline", "--entropy_coef=0.01"],
-    ["--kl_coef=0.1", "--kl_estimator=k3_is", "--updates_per_step=2", "--loss_type=sapo",
+    ["--kl_coef=0.1", "--kl_estimator=k3_is", "--num_mini_batches=2", "--loss_type=sapo",
      "--advantage=grpo_process",
      "--engine_correction=token_truncate"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
@@ -226,7 +226,7 @@ def bad(tmp_path_factory, folder):
     (["--reference_model=tiny"], "reference_model=tiny needs a kl_coef above 0"),
     (["--kl_coef=0.1", "--skip_zero_advantage=true"], "skip_zero_advantage=True, but entropy_coef or a KL"),
     (["--entropy_coef=0.1", "--skip_zero_advantage=true"], "skip_zero_advantage=True, but entropy_coef or a KL"),
-    (["--updates_per_step=3"], "updates_per_step=3 does not divide"),
+    (["--num_mini_batches=3"], "num_mini_batches=3 does not divide"),
     (["--prompts_per_step=0"], "prompts_per_step=0"),
     (["--token_budget=100"], "token_budget=100"),
     (["--top_p=0.9"], "unknown setting --top_p"),

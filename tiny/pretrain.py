@@ -25,7 +25,7 @@ import os
 import random
 from collections import defaultdict
 
-import runtime                          # before torch: it sets what torch reads
+import runtime  # noqa: F401               before torch: it sets what torch reads
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm

@@ -12,4 +12,4 @@ epsilon = 0.15
 epsilon_high = 0.15
 old_logprobs = "engine"
 engine_correction = "none"      # train_async.py has another default; here the ratio itself corrects
-updates_per_step = 4
+num_mini_batches = 4

@@ -11,4 +11,4 @@ loss_type = "gmpo"
 loss_aggregation = "sequence_mean"
 epsilon = 0.33
 epsilon_high = 0.49
-updates_per_step = 4
+num_mini_batches = 4

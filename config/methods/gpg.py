@@ -12,5 +12,5 @@ loss_type = "gpg"
 advantage = "dr_grpo"
 max_num_gen_batches = 1
 overlong_buffer = 0
-updates_per_step = 1
+num_mini_batches = 1
 epsilon_high = 0.2

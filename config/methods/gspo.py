@@ -12,4 +12,4 @@ loss_type = "gspo"
 loss_aggregation = "sequence_mean"
 epsilon = 3e-4
 epsilon_high = 4e-4
-updates_per_step = 4
+num_mini_batches = 4

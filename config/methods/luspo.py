@@ -8,4 +8,4 @@ loss_type = "gspo"
 loss_aggregation = "sequence_sum"
 epsilon = 3e-4
 epsilon_high = 4e-4
-updates_per_step = 4
+num_mini_batches = 4

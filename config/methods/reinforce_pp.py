@@ -14,4 +14,4 @@ num_generations = 1
 prompts_per_step = 256
 kl_coef = 0.01
 kl_estimator = "k1_reward"
-updates_per_step = 4
+num_mini_batches = 4

@@ -10,4 +10,4 @@ pass@4 from 0.672, 0.672 and 0.664 to 0.992, 1.000 and 0.992. docs/recipes.md sa
 advantage = "reinforce++_baseline"
 kl_coef = 0.01
 kl_estimator = "k2"
-updates_per_step = 4
+num_mini_batches = 4

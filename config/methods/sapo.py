@@ -9,4 +9,4 @@ pass@4 from 0.672, 0.672 and 0.664 to 0.992, 1.000 and 1.000. docs/recipes.md sa
 """
 loss_type = "sapo"
 loss_aggregation = "sequence_mean"
-updates_per_step = 4
+num_mini_batches = 4

@@ -14,6 +14,6 @@ eval_prompts = 240
 max_completion_length = 56
 learning_rate = 5e-4
 max_steps = 80
-updates_per_step = 4
+num_mini_batches = 4
 eval_interval = 0
 save_interval = 0

@@ -1,5 +1,5 @@
-r"""GRPO with a base model of 27 M parameters, which takes a GPU to make, on the problems that it knows. It was not
-measured yet.
+r"""GRPO with a base model of 27 M parameters, which takes a GPU to make, on the problems that it knows. It was
+not measured yet.
 
     python -m tiny.pretrain --difficulty=3 --train_prompts=50000 --harder_prompts=50000 --layers=8 \
         --hidden_size=512 --intermediate_size=1536 --steps=4000 --batch_size=256 --out=out/larger

@@ -1,4 +1,4 @@
-r"""GRPO with a base model of 27 M parameters, which takes a GPU to make, on the problems that it knows. It was
+r"""GRPO with a base model of 27 M parameters, which takes a GPU to make, on problems that it knows. It was
 not measured yet.
 
     python -m tiny.pretrain --difficulty=3 --train_prompts=50000 --harder_prompts=50000 --layers=8 \

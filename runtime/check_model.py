@@ -1,9 +1,10 @@
 """
-What a model folder says about its model, and which models are refused before their weights are loaded.
+What a model folder says about its model, and which models are refused.
 
     check_model      the folder that a name stands for, if it holds a model that can generate
     check_trainable  the same, if by its config the model can also be trained
     check_reader     the same for a critic or reference, which has to read the policy's tokens
+    check_loaded     refuses weights that do not fit the config
     load_tokenizer   its tokenizer
     end_tokens       the tokens that end a completion
     end_note         a sentence, if the chat template writes none of them
@@ -133,6 +134,19 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     return path
 
 
+def check_loaded(what, info, may_lack=()):
+    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape.
+
+    info: what from_pretrained returns with output_loading_info.
+    """
+    missing = sorted({*info["missing_keys"]} - {*may_lack})
+    if missing:
+        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
+    for name, shape, config_shape in info["mismatched_keys"]:
+        raise ValueError(f"{what}: {name} has the shape {list(shape)} in its weights, but by its config "
+                         f"{list(config_shape)}")
+
+
 def model_class(config):
     """Return the class in transformers that generates text with such a config, or None.
 
@@ -160,7 +174,7 @@ def end_tokens(model, tokenizer):
     if isinstance(ids, int):
         ids = [ids]
     vocabulary = range(read_config(model).get_text_config().vocab_size)
-    if not ids or not all(number in vocabulary for number in ids):
+    if not ids or {*ids} - {*vocabulary}:
         raise ValueError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
                          "names no token that ends a completion")
     return ids

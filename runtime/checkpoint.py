@@ -37,7 +37,6 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from runtime.distributed import range_of_rows
-from runtime.model_files import share
 
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
@@ -111,6 +110,14 @@ def sync(path):
     os.close(descriptor)
 
 
+def share(folder):
+    """Give the safetensors files in a model's folder the mode of its other files, which the umask has left.
+    safetensors lets only their owner read them."""
+    mode = os.stat(f"{folder}/tokenizer_config.json").st_mode
+    for path in Path(folder).rglob("*.safetensors"):
+        path.chmod(mode)
+
+
 def save_optimizer(folder, model, optimizer):
     """Write this rank's rows of an optimizer's state. Of ranks that hold the same rows the first writes."""
     model.reshard()                     # after a forward without backward FSDP2 leaves the root gathered
@@ -150,7 +157,7 @@ def load_optimizers(folder, networks):
     Raises ValueError like load_optimizer, and if a network was not loaded from its folder in the checkpoint.
     """
     for place, (model, optimizer) in networks.items():
-        saved = os.path.join(folder, place) if place else folder
+        saved = str(Path(folder, place))
         # With adapters the initial model is loaded.
         if not model.adapters and model.hf.name_or_path != saved:
             raise ValueError(f"resume={folder}: networks[{place!r}] was loaded from {model.hf.name_or_path}, "

@@ -56,14 +56,16 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
         if platform.libc_ver()[0] == "glibc":
             keep_freed_memory()
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
-    seconds = min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6
+    seconds = 1e6
+    if timeout > 0:
+        seconds = min(max(1800, 2 * timeout), seconds)
     limit = datetime.timedelta(seconds=seconds)
     with input_errors():                                        # RANK alone, for example
         dist.init_process_group(backend, timeout=limit, **group)
     world_size = dist.get_world_size()
     # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
     # next; ranks that are only engines do not need it.
-    if shard_ranks and shard_ranks < world_size and world_size % shard_ranks == 0:
+    if 0 < shard_ranks < world_size and world_size % shard_ranks == 0:
         mesh = dist.init_device_mesh(device.type, (world_size // shard_ranks, shard_ranks),
                                      mesh_dim_names=("copies", "shards"))
     else:
@@ -83,9 +85,9 @@ def range_of_rows(length, mesh):
 
 def compute_dtype(dtype):
     """Return the dtype that layers compute in. dtype: the setting."""
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return getattr(torch, dtype)
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def keep_freed_memory():
@@ -152,8 +154,10 @@ def end(code):
 def failed(kind, error, trace):
     """The sys.excepthook of a run, which also tells torchrun about the error."""
     # A lost connection mostly means that another process has failed first.
-    lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
-    tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
+    later = 0
+    if kind.__module__ == "torch.distributed" or "gloo/" in str(error):
+        later = 60
+    tell_launcher(f"{kind.__name__}: {error}", later)
     sys.__excepthook__(kind, error, trace)
     # This comes now, because no thread can be started while the interpreter ends.
     closing.close()

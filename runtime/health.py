@@ -75,7 +75,9 @@ def findings(lines, settings):
         for step, mean in smooth:
             best = max(best, mean)
             bound = limit(rule, smooth[0][1], best, settings)
-            beyond = mean - bound if rule.side == "over" else bound - mean
+            beyond = mean - bound
+            if rule.side == "under":
+                beyond = -beyond
             if beyond > 0 and not (metric in UNLESS_SOLVED and step in solved):
                 stretch.append((beyond, step, mean, bound))
             else:
@@ -88,7 +90,9 @@ def findings(lines, settings):
         last = latest[-1][1]
         _, _, worst, bound = max(latest, key=itemgetter(0))
         over = last != smooth[-1][0]
-        when = f"between steps {first} and {last}" if over else f"since step {first}"
+        when = f"since step {first}"
+        if over:
+            when = f"between steps {first} and {last}"
         text = (f"{rule.meaning} {metric}, averaged over {WINDOW} steps, is {rule.side} {bound:.2g} {when}, "
                 f"at worst {worst:.2g}. Try {rule.to_try.format_map(values)}.")
         broken_rules.append({"metric": metric, "first": first, "last": last, "over": over, "text": text})
@@ -134,7 +138,7 @@ def news(lines, settings, reported):
     `reported`, a set of metrics, does not name; it names them from then on."""
     texts = []
     for rule in findings(lines, settings):
-        if rule["metric"] not in reported and not rule["over"]:
+        if rule["metric"] not in reported and rule["last"] == lines[-1]["step"]:
             reported.add(rule["metric"])
             texts.append(filled(rule["text"]))
     return texts

@@ -35,7 +35,9 @@ def sizes(path):
             continue
         for parameter in part.parameters(recurse=False):
             if parameter.ndim > 1:
-                times = experts if parameter.ndim == 3 else 1
+                times = 1
+                if parameter.ndim == 3:
+                    times = experts
                 through += times * sum(parameter.shape[-2:])
     return SimpleNamespace(V=V, H=H, depth=text.num_hidden_layers, through=through, cached=cached,
                            whole=sum(p.numel() for p in hf.parameters()))
@@ -48,8 +50,9 @@ def forecast(s, ranks, memory, cuda):
     GPU. Only tensors are counted, for layers such as Llama's: CUDA, NCCL and vLLM's graphs take one to three
     GB more. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
-    in_16_bits = s.dtype in ("bfloat16", "float16") or (s.dtype == "auto" and cuda)
-    b = 2 if in_16_bits else 4                                  # bytes of a number in a layer
+    b = 4                                                       # bytes of a number in a layer
+    if s.dtype in ("bfloat16", "float16") or (s.dtype == "auto" and cuda):
+        b = 2
     m = sizes(s.model)
     head = m.V * m.H
     weights, gradients, adam = sharded(s, b, s.shard_ranks or ranks)
@@ -59,20 +62,20 @@ def forecast(s, ranks, memory, cuda):
                          f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
 
     # An update. Until the backward pass autograd keeps about 1.2 times what goes through the matrix products
-    # of layers such as Llama's. With checkpointing it keeps the input of each layer, and computes one layer
-    # at a time again.
+    # of layers such as Llama's. With checkpointing it keeps only the input of each layer, and computes the
+    # layers again, one at a time.
     T = s.token_budget / s.sequence_parallel_size
-    kept = 1.2 * b * m.through
+    activations = 1.2 * b * m.through
     recomputed = 0
     if s.gradient_checkpointing:
-        recomputed = kept / m.depth
-        kept = b * m.H * m.depth
+        recomputed = activations / m.depth
+        activations = b * m.H * m.depth
     # Two chunks of logits (logprobs.LOGITS), or two gradients of the head.
     logits = 8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T)
     if not s.lora_rank:
         logits = max(logits, 8 * head)
     gathered = b * (2 * m.whole / m.depth + head)               # FSDP2 has two layers and the head whole
-    update = state + T * kept + max(logits, T * recomputed) + gathered
+    update = state + T * activations + max(logits, T * recomputed) + gathered
     resting = weights + adam
     if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
         update = max(update - adam, state)

@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from configurator import fail
 from runtime import distributed, health
-from runtime.user_code import shown, source_of, specs
+from runtime.user_code import TimeUp, shown, source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,12 +52,13 @@ def evaluation_metrics(rollouts, k, name="eval"):
     """
     values = defaultdict(list)
     for i in range(0, len(rollouts), k):
-        scored = [r for r in rollouts[i:i + k] if not math.isnan(r.score)]
+        group = rollouts[i:i + k]
+        scored = [r for r in group if not math.isnan(r.score)]
         if not scored:
             continue
         scores = [r.score for r in scored]
         prefixes = [name]
-        source = rollouts[i].row.get("source")
+        source = group[0].row.get("source")
         if source not in (None, ""):
             prefixes.append(f"{name}/{source}")
         for prefix in prefixes:
@@ -107,8 +108,11 @@ def rollout_metrics(rollouts, n, group_std, engines):
     scores = np.array([r.score for r in rollouts])
     stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
     scored = scores[~np.isnan(scores)].tolist()
+    reward = 0.0
+    if scored:
+        reward = float(np.nanmean(scores))
     figures = {
-        "reward": float(np.nanmean(scores)) if scored else 0.0,
+        "reward": reward,
         "reward_std": stds.mean().item(),
         "frac_reward_zero_std": (stds == 0).double().mean().item(),
         "rewards/min": min(scored, default=0.0),
@@ -116,7 +120,7 @@ def rollout_metrics(rollouts, n, group_std, engines):
         "rewards/unscored": len(scores) - len(scored),
         **reward_means(rollouts, "rewards"),
         **part_means([r.extra for r in rollouts], "logged"),
-        "rewards/timeouts": sum(r.problem.endswith("took too long (call_timeout)") for r in rollouts),
+        "rewards/timeouts": sum(str(TimeUp()) in r.problem for r in rollouts),
         "completions/sampled_tokens": sum(lengths),
         "completions/mean_length": mean_or_zero(lengths),
         "completions/min_length": min(lengths),
@@ -167,12 +171,13 @@ def part_means(dicts, prefix):
     numbers = defaultdict(list)
     for part in dicts:
         for name, value in part.items():
-            if isinstance(value, str):
-                continue
-            numbers[name] += []                                 # even if its only values are left out
-            if abs(value) < 1e300:                              # no NaN or infinity, and the sum is finite
+            if not isinstance(value, str):
                 numbers[name].append(value)
-    return {f"{prefix}/{name}/mean": math.fsum(each) / max(len(each), 1) for name, each in numbers.items()}
+    figures = {}
+    for name, values in numbers.items():
+        finite = [value for value in values if abs(value) < 1e300]      # no NaN, and their sum is finite too
+        figures[f"{prefix}/{name}/mean"] = math.fsum(finite) / max(len(finite), 1)
+    return figures
 
 
 def mean_or_zero(values):
@@ -234,7 +239,8 @@ class RunLog:
             self.history = rewind(f"{out_dir}/metrics.jsonl", state["step"])
             rewind(f"{out_dir}/samples.jsonl", state["step"])
             name = os.path.basename(script)
-            config = {"script": name} | settings | {"checksums": state["checksums"], "out_dir": out_dir}
+            config = {"script": name} | settings
+            config |= {"checksums": state["checksums"], "out_dir": out_dir}
             Path(out_dir, name).write_bytes(Path(script).read_bytes())
             Path(out_dir, "config.json").write_text(json.dumps(config, indent=1))
             # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
@@ -323,9 +329,9 @@ class RunLog:
 
         samples: the lines that sample_lines returns, for samples.jsonl.
         """
+        totals_here = {name: float(total) for name, total in self.totals.items()}
         totals = Counter()                                      # over all ranks, and so are the counts
         counts = Counter()
-        totals_here = {name: float(total) for name, total in self.totals.items()}
         for rank_totals, rank_counts in distributed.gathered([(totals_here, self.counts)]):
             totals.update(rank_totals)
             counts.update(rank_counts)
@@ -361,10 +367,11 @@ class RunLog:
         """Print the line of a step that took so many seconds, and after an evaluation some of its samples."""
         step = self.metrics["step"]
         if any(name.startswith("eval") for name in self.metrics):
-            for s in samples[:4]:
-                self.say(f"    {plain_text(s['prompt'])[-60:]!r}\n"
-                         f"     -> {plain_text(s['completion'])[-40:]!r:44} reward {s['reward']:g}, "
-                         f"truth {s['truth']!r}")
+            for sample in samples[:4]:
+                prompt = plain_text(sample["prompt"])
+                completion = plain_text(sample["completion"])
+                self.say(f"    {prompt[-60:]!r}\n     -> {completion[-40:]!r:44} "
+                         f"reward {sample['reward']:g}, truth {sample['truth']!r}")
         if step < health.FIRST_STEPS:
             self.first_rollouts += rollouts
         if step == health.FIRST_STEPS - 1:
@@ -437,6 +444,6 @@ def keep_code(settings, folder):
         content = Path(path).read_bytes()
         if len(content) <= room:
             room -= len(content)
-            kept = Path(f"{folder}/{path}")
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(content)
+            target = Path(f"{folder}/{path}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)

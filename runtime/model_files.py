@@ -2,18 +2,16 @@
 The weights of a model folder.
 
     read_model      reads them, whole
-    check_loaded    refuses weights that do not fit the config
     write_model     writes a folder for from_pretrained and vLLM
 """
 import contextlib
-import os
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
-from runtime.check_model import reading
+from runtime.check_model import check_loaded, reading
 
 # The files of a processor, which turns images into numbers. Training does not need them, but a folder keeps
 # them for those who show the model images.
@@ -47,19 +45,6 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
     return hf.eval()
 
 
-def check_loaded(what, info, may_lack=()):
-    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape.
-
-    info: what from_pretrained returns with output_loading_info.
-    """
-    missing = sorted({*info["missing_keys"]} - {*may_lack})
-    if missing:
-        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
-    for name, shape, config_shape in info["mismatched_keys"]:
-        raise ValueError(f"{what}: {name} has the shape {list(shape)} in its weights, but by its config "
-                         f"{list(config_shape)}")
-
-
 def write_model(hf, tensors, folder):
     """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
@@ -72,11 +57,3 @@ def write_model(hf, tensors, folder):
     generation.to_json_file(f"{folder}/generation_config.json")
     for name, content in hf.processor.items():
         Path(folder, name).write_bytes(content)
-
-
-def share(folder):
-    """Give the safetensors files in a model's folder the mode of its other files, which the umask has left.
-    safetensors lets only their owner read them."""
-    mode = os.stat(f"{folder}/tokenizer_config.json").st_mode
-    for path in Path(folder).rglob("*.safetensors"):
-        path.chmod(mode)

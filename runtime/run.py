@@ -138,7 +138,6 @@ class Run:
 
     It stops a script whose settings are wrong or do not fit the checkpoint. The keyword arguments `state` are
     what the script wants to find in run.state when it is resumed, with the values of a new run. A collective.
-    Attributes:
 
     settings        what configure returned
     script          the path of the script
@@ -152,9 +151,7 @@ class Run:
     saved           the step of the newest checkpoint
     adapter         for load_policy: what it has to know about the adapters, or 0 if there are none
     signalled_at    when the first signal came; None before
-    tokenizer, notes        set by check_data: the policy's, and lines for the console
-    engine, networks, log   set by begin: an engine of rollout.py, {subfolder of a checkpoint: (model,
-                            optimizer or None)}, and the RunLog
+    check_data sets tokenizer (the policy's) and notes (for the console), begin sets engine, networks and log.
     """
 
     def __init__(self, settings, script, **state):
@@ -170,8 +167,8 @@ class Run:
         self.run_keys = self.state.keys() - {"position", *state}
         self.arrays = {}
         if self.resumed:
-            loaded, self.arrays = read_state(self.resumed, self.state, settings, script)
-            self.state |= loaded
+            saved_state, self.arrays = read_state(self.resumed, self.state, settings, script)
+            self.state |= saved_state
         self.first_step = self.state["step"]
         self.saved = self.first_step
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
@@ -180,13 +177,18 @@ class Run:
     def check_data(self, folders, train_set, eval_set):
         """Stop the script for prompts that are not those of the resumed run, and for default settings that do
         not suit the model. Raises ValueError for a model that no device can hold."""
-        s = self.settings
-        check_tiny_defaults(s, folders.suits)
+        check_tiny_defaults(self.settings, folders.suits)
         self.tokenizer = folders.tokenizer
-        check_prompts(self, "train_prompts", s.train_file, (row for _, row in train_set.rows))
-        # Of the held-out prompts the tokens are compared as well.
-        check_prompts(self, "eval_prompts", s.eval_file or s.train_file, eval_set)
-        self.notes = [forecast_note(s, self.world_size), folders.note]
+        checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.rows),
+                     "eval_prompts": checkpoint.checksum_of_rows(eval_set)}     # with their tokens
+        for key, checksum in checksums.items():
+            same = checksum == self.state["checksums"].get(key, checksum)
+            # If the number of held-out prompts was changed, they differ because of that.
+            same_number = getattr(self.settings, key) == self.state["settings"].get(key)
+            check(same or not same_number, f"the {key} are not those of {self.resumed}: a file of rows or "
+                                           "the chat template has changed")
+        self.state["checksums"] |= checksums
+        self.notes = [forecast_note(self.settings, self.world_size), folders.note]
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     @property
@@ -203,8 +205,8 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
-        networks, engine: see the class. data_note: a line about the data. updates: the updates of a step, in
-        words. A collective.
+        networks: {subfolder of a checkpoint: (model, optimizer or None)}. engine: an engine of rollout.py.
+        data_note: a line about the data. updates: the updates of a step, in words. A collective.
         """
         with input_errors():
             if self.resumed:
@@ -246,8 +248,7 @@ class Run:
     def stop(self, save=None):
         """If a signal has come on any rank, save the state with which the step began, and end the run.
 
-        If torchrun dies, its workers get a signal as well. save: what to call instead of Run.save. A
-        collective.
+        If torchrun dies, its workers get a signal too. save: what to call instead of save. A collective.
         """
         if any(distributed.gathered([self.signalled_at is not None])):
             self.state |= self.log.begun
@@ -258,8 +259,8 @@ class Run:
 
     def due(self, interval):
         """Return whether what comes every `interval` steps is due; after the last step it always is."""
-        step, last = self.state["step"], self.settings.max_steps
-        return step == last or step % (interval or last) == 0
+        last = self.settings.max_steps
+        return self.state["step"] == last or self.state["step"] % (interval or last) == 0
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
@@ -268,21 +269,25 @@ class Run:
         finite = math.isfinite(norm)
         if self.settings.dtype == "float16" and overflows(self, name, finite):
             return False
-        norm_name = "grad_norm" if name == "actor" else f"{name}/grad_norm"
+        figure = "grad_norm" if name == "actor" else f"{name}/grad_norm"
         skipped = int(not finite and dist.get_rank() == 0)      # all ranks skip it, and it counts once
-        self.log.add(means={norm_name: [norm]}, sums={f"{name}/skipped_updates": skipped})
+        self.log.add(means={figure: [norm]}, sums={f"{name}/skipped_updates": skipped})
         in_a_row = self.state["skipped_updates"]
-        in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
-        if not finite:
-            self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm "
-                         f"of its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
+        if finite:
+            in_a_row[name] = 0
+            return True
+        in_a_row[name] = in_a_row.get(name, 0) + 1
+        self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm of "
+                     f"its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
         if in_a_row[name] >= MAX_SKIPPED:
             raise RuntimeError(f"{MAX_SKIPPED} updates of the {name} in a row were skipped")
-        return finite
+        return False
 
     def end_step(self, rollouts, group_std):
         """Write the figures of a step's rollouts, of all ranks, and some samples. group_std: of losses.py."""
-        log, step, G = self.log, self.state["step"], self.settings.num_generations
+        log = self.log
+        step = self.state["step"]
+        G = self.settings.num_generations
         num_tokens = sum(len(r.ids) for r in rollouts)
         seconds = time.perf_counter() - log.started
         self.state["step"] += 1
@@ -330,17 +335,6 @@ class Run:
 
 # ---------------------------------------------------------------- parts of its methods
 
-def check_prompts(run, key, file, rows):
-    # Stops the script if these rows are not those of the resumed run. key: the setting with their number.
-    checksum = checkpoint.checksum_of_rows(rows)
-    same_rows = checksum == run.state["checksums"].get(key, checksum)
-    # If the number of held-out prompts was changed, they differ because of that.
-    same_number = getattr(run.settings, key) == run.state["settings"].get(key)
-    check(same_rows or not same_number,
-          f"{file or 'task=' + run.settings.task}: its {key} are not those of {run.resumed}")
-    run.state["checksums"][key] = checksum
-
-
 def scale_loss(run, name, exponent):
     """In float16, let a network's loss be scaled by 2 to the power of the whole part of `exponent`."""
     scale = 2.0 ** int(exponent)
@@ -367,7 +361,7 @@ def check_state(state, keys):
     with input_errors():
         checksums = {key: zlib.crc32(json_text(f"run.state[{key!r}]", state[key]).encode()) for key in keys}
     for others in distributed.gathered([checksums]):            # the texts may be long, and the ranks many
-        differing = [key for key in keys if others[key] != checksums[key]]
+        differing = [key for key in keys if others.get(key) != checksums[key]]
         check(not differing, f"the ranks differ in {differing} of run.state, and a resumed run would have "
                              "that of rank 0")
 

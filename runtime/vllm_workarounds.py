@@ -43,10 +43,15 @@ def share_the_machine():
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     # It would bind all memory of this process, the trainer's as well, to one NUMA node.
     # VLLM_CPU_OMP_THREADS_BIND=nobind prevents it only for threads. To be removed once it does so for memory.
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    torch.ops._C.init_cpu_memory_env = nothing
     # Ranks that share an engine exchange tensors by gloo. The memory that they would share has the same name
     # in every run, so two runs would write into each other's. To be removed once the name is unique.
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
+    CpuCommunicator._all_group_ranks_share_shm_group_name = nothing
+
+
+def nothing(argument):
+    # Stands in for functions of vLLM. None also says that ranks share no name.
+    return None
 
 
 def drop_kernels(model):

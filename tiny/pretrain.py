@@ -33,7 +33,7 @@ from transformers import (DataCollatorForTokenClassification, GenerationConfig, 
                           Qwen3Config, Qwen3ForCausalLM)
 
 from configurator import TINY_DEFAULTS, check, check_values, configure, overridden
-from runtime.model_files import share
+from runtime.checkpoint import share
 from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
                                      guess_problem, held_out)
 

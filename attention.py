@@ -1,7 +1,7 @@
 """
 Attention for packed rows (packing.py): a sequence sees itself and nothing else in the row.
 
-Hugging Face models call packed_attention, by the name "packed", in place of their own attention. It calls
+Hugging Face models call packed_attention, under the name "packed", in place of their own attention. It calls
 PyTorch's CUDA kernel for sequences of several lengths if kernel_takes says so, and otherwise loops over the
 sequences.
 """
@@ -9,7 +9,6 @@ import inspect
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import sub
 
 import numpy as np
 import torch
@@ -23,22 +22,26 @@ from packing import Segments
 
 # By default PyTorch 2.11's kernel takes fewer heads of keys and values than of queries. Later versions need
 # enable_gqa for that. To be removed together with 2.11.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+GROUPED = {}
+if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+    GROUPED["enable_gqa"] = True
 
 
 def kernel_takes(query, value):
     """Return whether PyTorch's kernel for sequences of several lengths accepts CUDA tensors like these."""
-    head = query.shape[-1]
-    return (len(query) == 1 and query.dtype in (torch.bfloat16, torch.float16) and head % 8 == 0
-            and head <= 256 and value.shape[-1] == head
+    size = query.shape[-1]
+    size_fits = size % 8 == 0 and size <= 256 and value.shape[-1] == size
+    dtype_fits = query.dtype in (torch.bfloat16, torch.float16)
+    return (len(query) == 1 and size_fits and dtype_fits
             and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling, segments=None, cut=None,
                      sliding_window=None, softcap=None, s_aux=None, position_ids=None, **others):
-    """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
+    """Compute causal attention inside each sequence of a packed row.
 
-    If there are several rows, all have the same segments; without segments each row is one sequence.
+    query is [1, heads, T, d], key and value may have fewer heads, and the result is [1, T, heads, d]. If
+    there are several rows, all have the same segments; without segments each row is one sequence.
     sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
     explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
     other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
@@ -51,13 +54,16 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
         length = query.shape[2]
         segments = Segments([length], [np.arange(length)])
     if cut is not None:
-        query, key, value = (exchange(x, cut.group) for x in (query, key, value))   # [1, heads / P, T, d]
+        query = exchange(query, cut.group)                                          # [1, heads / P, T, d]
+        key = exchange(key, cut.group)
+        value = exchange(value, cut.group)
         if s_aux is not None:
             s_aux = s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
         if "places" not in segments.made:
             segments.made["places"] = torch.from_numpy(segments.places).to(query.device)
-        key, value = (pick_tokens(x, segments.made["places"]) for x in (key, value))        # [1, heads, K, d]
+        key = pick_tokens(key, segments.made["places"])                                     # [1, heads, K, d]
+        value = pick_tokens(value, segments.made["places"])
     window = sliding_window or math.inf
     fused = softcap is None and s_aux is None           # whether PyTorch has kernels for these scores
     if query.is_cuda and fused and kernel_takes(query, value):
@@ -72,27 +78,34 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
 def pick_tokens(x, places):
     # [1, heads, T, d] -> [1, heads, K, d]. With all heads of a token at once a CPU takes a third of the time.
     tokens = x.transpose(1, 2).flatten(2)[0]                                                # [T, heads * d]
-    return Pick.apply(tokens, places).unflatten(1, (x.shape[1], -1)).transpose(0, 1)[None]
+    picked = Pick.apply(tokens, places).unflatten(1, (x.shape[1], -1))                      # [K, heads, d]
+    return picked.transpose(0, 1)[None]
 
 
 def attend_by_kernel(query, key, value, scaling, segments, window):
     # Computes all segments in one call of PyTorch's kernel.
-    rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                      # [T, heads, d]
+    rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]                      # [T, heads, d]
     # window_size: how many tokens before and after a token it sees; -1 stands for all. If a segment has fewer
     # tokens than keys, the kernel aligns their ends: the last token sees the last key.
     longest = max(segments.key_sizes)
-    before = window - 1 if window < longest else -1
-    if "offsets" not in segments.made:      # where each segment begins in the row, and where its keys begin
-        segments.made["offsets"] = [
-            torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=query.device)
-            for sizes in (segments.sizes, segments.key_sizes)]
-    return varlen.varlen_attn(*rows, *segments.made["offsets"], max(segments.sizes), longest,
-                              scale=scaling, window_size=(before, 0), **GROUPED)[None]
+    before = -1
+    if window < longest:
+        before = window - 1
+    if "offsets" not in segments.made:
+        segments.made["offsets"] = (offsets(segments.sizes, query.device),
+                                    offsets(segments.key_sizes, query.device))
+    output = varlen.varlen_attn(*rows, *segments.made["offsets"], max(segments.sizes), longest,
+                                scale=scaling, window_size=(before, 0), **GROUPED)          # [T, heads, d]
+    return output[None]
+
+
+def offsets(sizes, device):
+    # Returns where each part of a row begins, for parts of these sizes, and where the last one ends.
+    return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
 
 
 def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
     # Computes the segments one after the other.
-    explicit = softcap is not None or sinks is not None
     # The gradient of a slice would be as large as the row, so S slices would cost S * T, which is a tenth of
     # the time of an update of 64 short sequences. split has one gradient for all.
     queries = query.split(segments.sizes, 2)
@@ -100,35 +113,30 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
     values = value.split(segments.key_sizes, 2)
     outputs = []
     for q, k, v in zip(queries, keys, values):
-        # A plain segment needs no mask. PyTorch wants a query for each key of it.
-        plain = not explicit and q.shape[2] == k.shape[2] <= window
-        mask = None if plain else mask_for(q, k, segments, window)
-        if explicit:
+        if softcap is not None or sinks is not None:
+            mask = mask_for(q, k, window)
             output = explicit_attention(q, k, v, mask, scaling, softcap, sinks)
+        elif q.shape[2] == k.shape[2] <= window:            # it sees no other segment, so it needs no mask
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         else:
-            output = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=plain, scale=scaling, enable_gqa=True)
+            mask = mask_for(q, k, window)
+            output = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         outputs.append(output)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def mask_for(q, k, segments, window):
-    # Returns what is added to the scores of a segment, [len, keys]: the logarithm of 1 where a token sees a
-    # key, and of 0 elsewhere. It is cut from one mask for all segments and layers, in whose first row a token
-    # has `most` keys before it.
-    kind = window, q.dtype
-    if kind not in segments.made:
-        longest = max(segments.sizes)
-        most = max(map(sub, segments.key_sizes, segments.sizes))
-        seen = q.new_ones(longest, most + longest).tril(most)
-        segments.made[kind] = seen.triu(most + 1 - min(window, most + longest)).log_()
-    whole = segments.made[kind]
-    end = whole.shape[1] - whole.shape[0] + q.shape[2]
-    return whole[:q.shape[2], end - k.shape[2]:end].contiguous()        # CUDA's kernels need aligned rows
+def mask_for(q, k, window):
+    # Returns a mask to add to the scores of a segment, [len, keys]: the logarithm of 1 where a token sees a
+    # key, and of 0 elsewhere.
+    length = q.shape[2]
+    keys = k.shape[2]
+    before = keys - length                                  # the keys before the segment's own tokens
+    seen = q.new_ones(length, keys).tril(before)
+    return seen.triu(before + 1 - min(window, keys)).log()
 
 
 class Pick(torch.autograd.Function):
-    """The rows of x at these places, [T, H] -> [K, H].
+    """Takes the rows of x at these places, [T, H] -> [K, H].
 
     Hundreds of sequences may share a token, so the gradient of its row is summed in float32.
     """
@@ -148,9 +156,9 @@ class Pick(torch.autograd.Function):
 
 
 def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=None):
-    """Attention by its formula, for scores that no fused kernel computes. Its memory grows with len^2.
+    """Compute attention by its formula, where no fused kernel does it. The memory grows with len^2.
 
-    mask: is added to the scores. softcap: a score becomes softcap * tanh(score / softcap) (Gemma 2,
+    mask: a tensor to add to the scores. softcap: a score becomes softcap * tanh(score / softcap) (Gemma 2,
     https://arxiv.org/abs/2408.00118). sinks [heads]: each softmax has this additional score, which belongs to
     no value (gpt-oss).
     """
@@ -164,7 +172,8 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=3)
-    return scores.softmax(3)[..., :key.shape[2]].to(value.dtype) @ value
+    weights = scores.softmax(3)[..., :key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 # ---------------------------------------------------------------- rows cut over ranks
@@ -182,7 +191,7 @@ class Cut:
     group: dist.ProcessGroup
     leader: int                 # the rank within the group whose sequences these are
     count: int                  # C on the leader
-    mine: torch.Tensor          # which of these C tokens are predicted in this rank's part, on the CPU
+    indices: torch.Tensor       # which of these C tokens are predicted in this rank's part, on the CPU
 
 
 def cut_over(group, batch):
@@ -197,38 +206,45 @@ def cut_over(group, batch):
 
 def part(batch, leader, group):
     # Returns this rank's part of the leader's MicroBatch.
-    here = group.rank()
     width = batch.input_ids.shape[1] // group.size()
-    start = here * width
+    start = group.rank() * width
     stop = start + width
-    mine = ((start <= batch.index) & (batch.index < stop)).nonzero()[:, 0]
-    leads = here == leader
-    return replace(
-        batch, input_ids=batch.input_ids[:, start:stop], position_ids=batch.position_ids[:, start:stop],
-        index=batch.index[mine] - start, targets=batch.targets[mine],
-        sequences=batch.sequences if leads else [], lengths=batch.lengths if leads else [],
-        cut=Cut(group, leader, len(batch.index), mine))
+    indices = ((start <= batch.index) & (batch.index < stop)).nonzero()[:, 0]
+    share = replace(batch, cut=Cut(group, leader, len(batch.index), indices))
+    share.input_ids = batch.input_ids[:, start:stop]
+    share.position_ids = batch.position_ids[:, start:stop]
+    share.index = batch.index[indices] - start
+    share.targets = batch.targets[indices]
+    if group.rank() != leader:
+        share.sequences = []
+        share.lengths = []
+    return share
 
 
 def join(values, cut):
     """Join values that each rank computed for its part of a row: [C] on the leader, [0] on other ranks.
 
-    The gradient goes back to the rank that computed a value. A collective of the group.
+    cut: a Cut, or None if the row is whole, and so are its values. The gradient goes back to the rank that
+    computed a value. A collective of the group.
     """
+    if cut is None:
+        return values
     joined = values.new_zeros(cut.count, *values.shape[1:])
-    joined[cut.mine] = values
+    joined[cut.indices] = values
     joined = all_reduce(joined, "sum", cut.group)
-    leads = cut.group.rank() == cut.leader
-    return joined if leads else joined[:0]
+    if cut.group.rank() != cut.leader:
+        return joined[:0]
+    return joined
 
 
 def exchange(x, group):
-    """All-to-all among P ranks: each gives its [1, a, b / P, d] and gets [1, a / P, b, d].
+    """Exchange tokens for heads among P ranks: each gives its [1, a, b / P, d] and gets [1, a / P, b, d].
 
-    Before attention a are the heads and b the tokens, after attention the other way round. The gradient is
-    exchanged back. A collective of the group.
+    Before attention a are the heads and b the tokens. After attention a are the tokens and b the heads. The
+    gradient is exchanged back. A collective of the group.
     """
-    parts = all_to_all_single_autograd(torch.stack(x.chunk(group.size(), 1)), None, None, group)
+    parts = torch.stack(x.chunk(group.size(), 1))                               # one for each rank
+    parts = all_to_all_single_autograd(parts, None, None, group)                # one from each rank
     return torch.cat(parts.unbind(), 2)
 
 

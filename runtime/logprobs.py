@@ -1,14 +1,14 @@
 """
 Logprobs and entropies of tokens from hidden states, without ever holding all logits at once.
 
-    head_logits          the logits of a model's output head, which trainer and engine both compute with it
-    LogprobsFromHidden   the logprobs of target tokens and the entropies, chunk by chunk, with their gradient
-    product              a matrix product that is not rounded to the dtype of its factors
+    head_logits          computes the logits of a model's output head, for both the trainer and the engine
+    LogprobsFromHidden   computes the logprobs of targets and the entropies, chunk by chunk, with gradient
+    product              multiplies matrices without rounding the result to the dtype of the factors
 
-C sampled tokens, H hidden size, V vocabulary. Products of bfloat16 factors are not rounded to bfloat16, which
-has three digits: a logit of 20 would be off by up to a sixteenth. MiniMax-M1
-(https://arxiv.org/abs/2506.13585) found that this rounding causes most of the gap between engine and trainer.
-In the default run it caused a quarter to two fifths (docs/speed.md).
+C is the number of sampled tokens, H the hidden size, V the size of the vocabulary. Products of bfloat16
+factors are not rounded to bfloat16, which has three digits: a logit of 20 would be off by up to a sixteenth.
+MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding causes most of the gap between engine
+and trainer. In the default run it caused a quarter to two fifths (docs/speed.md).
 """
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,19 @@ LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}
 
 
 def product(a, b):
-    """a @ b in float32, not rounded to the factors' dtype. A GPU makes no float32 copies of the factors."""
+    """Return a @ b in float32, not rounded to the factors' dtype. A GPU makes no float32 copies of the
+    factors."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def add_product(total, a, b):
+    # Adds product(a, b) to a float32 tensor in place. To add a second V x H takes as long as the product.
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
 
 
 def head_logits(hidden, weight, bias, scale=1.0, softcap=0.0, temperature=1.0):
@@ -36,15 +45,20 @@ def head_logits(hidden, weight, bias, scale=1.0, softcap=0.0, temperature=1.0):
         logits = F.linear(hidden, weight, bias)
     else:
         logits = product(hidden, weight.T)
-        logits = logits if bias is None else logits.add_(bias.float())
-    # A GPU takes as long for each of these as for the product itself.
-    logits = logits if scale == 1 else logits.mul_(scale)
-    logits = logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
-    return logits if temperature == 1 else logits.div_(temperature)
+        if bias is not None:
+            logits += bias.float()
+    # A GPU takes as long for each of these as for the product itself, so none is done for nothing.
+    if scale != 1:
+        logits *= scale
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1:
+        logits /= temperature
+    return logits
 
 
 class LogprobsFromHidden(torch.autograd.Function):
-    """Logprob of each target and entropy of its distribution, with logits for one chunk of tokens at a time.
+    """Computes the logprob of each target and the entropy of its distribution, one chunk of tokens at a time.
 
     forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> float32 logp [C], entropy [C].
     The backward pass computes each chunk's logits again instead of keeping C x V of them. Both passes work in
@@ -70,7 +84,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             entropy[part] = -p.mul_(log_p).sum(-1)
             del logits, p, log_p                                # before the next chunk makes its own
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        # With this, an entropy that is only logged costs nothing in the backward pass.
+        # Without materialized gradients, an entropy that is only logged costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -79,14 +93,20 @@ class LogprobsFromHidden(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         scale, softcap, temperature = ctx.head
         divisor = temperature / scale
-        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / divisor
+        if d_logp is None:
+            d_logp = torch.zeros_like(lse)
+        d_logp = d_logp / divisor
         d_hidden = torch.empty_like(hidden)
-        # With adapters the head is frozen.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        d_weight = d_bias = None
+        if ctx.needs_input_grad[1]:                             # with adapters the head is frozen
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if bias is not None:
+            d_bias = torch.zeros_like(bias, dtype=torch.float32)
         for part in ctx.chunks:
             logits = head_logits(hidden[part], weight, bias, *ctx.head)
-            slope = 1 - (logits * (temperature / softcap)).square_() if softcap else None       # [chunk, V]
+            slope = None
+            if softcap:
+                slope = 1 - (logits * (temperature / softcap)).square_()                        # [chunk, V]
             log_p = logits.sub_(lse[part, None])
             # All of this is in place, so that only one copy of the chunk exists.
             if d_entropy is None:
@@ -96,16 +116,14 @@ class LogprobsFromHidden(torch.autograd.Function):
                 d_logits = log_p.add_(entropy[part, None]).mul_(-d_entropy[part, None] / divisor)
                 d_logits.sub_(d_logp[part, None]).mul_(p)
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
-            d_logits = d_logits.mul_(slope) if softcap else d_logits
+            if softcap:
+                d_logits *= slope
             if bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
             d_hidden[part] = d_logits @ weight
-            # Added in place, because a second V x H would take as long as the product.
-            if d_weight is not None and weight.is_cuda and weight.dtype != torch.float32:
-                torch.addmm(d_weight, d_logits.T, hidden[part], out_dtype=torch.float32, out=d_weight)
-            elif d_weight is not None:
-                d_weight.addmm_(d_logits.T.float(), hidden[part].float())
+            if d_weight is not None:
+                add_product(d_weight, d_logits.T, hidden[part])
             del logits, log_p, d_logits, slope
-        return (d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
-                None if bias is None else d_bias.to(bias.dtype), None, None, None, None)
+        # PyTorch casts each gradient to the dtype of its input.
+        return d_hidden, d_weight, d_bias, None, None, None, None

@@ -1,9 +1,10 @@
 """
 Prompts in, sampled tokens and their logprobs out.
 
-A Rollout is a prompt and what the policy generated for it. A Sampler makes them, with one of two engines:
-VLLMEngine, or HFEngine, which is plain PyTorch. Both engines have the attributes name, naming (see
-weights.engine_weights) and allocated (the bytes that PyTorch counts for the engine), and these methods:
+A Rollout is a prompt together with the tokens that the policy generated for it. A Sampler makes Rollouts with
+one of two engines: VLLMEngine, or HFEngine, which is plain PyTorch. Both engines have the attributes name,
+naming (see weights.engine_weights) and allocated (the bytes that PyTorch counts for the engine), and these
+methods:
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
@@ -51,7 +52,7 @@ CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
 
 @dataclass
 class Rollout:
-    """A prompt and what the policy generated: all tokens of the row, and which of them it sampled."""
+    """A prompt and its completion: all tokens of the row, and which of them the policy sampled."""
     ids: np.ndarray          # int32 [L]: the prompt, then sampled and inserted tokens in their order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32 [C]: the engine's logprob of each sampled token
@@ -167,9 +168,13 @@ def load_engine(s, model, dtype, max_length, eos_ids, apart=False):
     max_length: the tokens of the longest row. eos_ids: the tokens that end an answer. apart: whether no
     trainer uses this engine's device. Raises ValueError if the engine cannot run the model.
     """
-    return engine_class(s.engine)(
-        model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
-        getattr(s, "vllm_tensor_parallel_size", 1), apart, getattr(s, "in_flight", False))
+    kind = engine_class(s.engine)
+    try:
+        return kind(model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
+                    getattr(s, "vllm_tensor_parallel_size", 1), apart, getattr(s, "in_flight", False))
+    except Exception as error:
+        raise ValueError(f"engine={kind.name} cannot run {model}, the other engine may: "
+                         f"{error!r:.300}") from error
 
 
 def text_of(tokenizer, sampled, finish_reason):
@@ -240,6 +245,7 @@ class Engine:
         self.tables = {}                    # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
+        """Queue a Request. Raises ValueError if its row may have more than max_length tokens."""
         longest = len(request.ids) + request.max_tokens
         if longest > self.max_length:
             raise ValueError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
@@ -271,8 +277,7 @@ class Engine:
         return {}
 
     def serve(self, jobs, play):
-        """Return the results of this rank's jobs. play: a function that returns a list with a result per job,
-        and calls add and step for that.
+        """Return play(jobs), a list with a result for each of this rank's jobs. play calls add and step.
 
         If ranks share an engine, this is a collective: the first of them plays the jobs of all, the others
         take the same steps of the engine, and each gets the results of its own jobs.
@@ -291,16 +296,13 @@ class Engine:
         def play(requests):
             for i, request in enumerate(requests):
                 self.add(request._replace(name=i))
-            answers = {}
-            while len(answers) < len(requests):
-                answers |= {answer.name: answer for answer in self.step()}
+            rollouts = {}
+            while len(rollouts) < len(requests):
+                for name, *sampled in self.step():      # ids, logprobs, finish_reason, versions
+                    rollouts[name] = Rollout.single(requests[name].ids, *sampled)
                 if self.signalled:
                     return []
-            rollouts = []
-            for i, request in enumerate(requests):
-                _, ids, logprobs, finish_reason, versions = answers[i]
-                rollouts.append(Rollout.single(request.ids, ids, logprobs, finish_reason, versions))
-            return rollouts
+            return [rollouts[i] for i in range(len(requests))]
 
         requests = []
         for prompt, seed in zip(prompts, seeds):
@@ -340,16 +342,12 @@ class VLLMEngine(Engine):
         self.asleep = set()                     # the PARTS that sleep now
         self.aborted = []                       # names of requests that the next step aborts
         before = torch.cuda.memory_allocated()                  # 0 on a CPU
-        try:
-            self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size)
-            from vllm.distributed import get_tp_group
-            self.group = get_tp_group()                         # the ranks that share this engine
-            if not self.cuda:
-                # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
-                self.generate([[0] * min(8, max_length - 1)], 1, [0], 1, 1.0)
-        except Exception as error:
-            raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
-                             f"{str(error) or repr(error):.300}") from error
+        self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size)
+        from vllm.distributed import get_tp_group
+        self.group = get_tp_group()                             # the ranks that share this engine
+        if not self.cuda:
+            # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
+            self.generate([[0] * min(8, max_length - 1)], 1, [0], 1, 1.0)
         self.has_head = all(self.llm.apply_model(has_head))     # a value per rank of this engine
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before
@@ -506,19 +504,16 @@ class HFEngine(Engine):
         self.in_flight = in_flight
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
-        try:
-            config = AutoConfig.from_pretrained(model)
-            attention = None                                    # transformers chooses
-            if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-                attention = "eager"                             # PyTorch's own leaves out Gemma 2's softcap
-            network = model_class(config).from_pretrained(model, dtype=dtype, attn_implementation=attention)
-            self.model = network.to(self.device).eval()
-            head = self.model.get_output_embeddings()
-            head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias)[:, None]
-            # A model with another kind of cache than this engine expects fails here.
-            self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
-        except Exception as error:
-            raise ValueError(f"engine=hf cannot run {model}: {error!r:.300}") from error
+        config = AutoConfig.from_pretrained(model)
+        attention = None                                        # transformers chooses
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            attention = "eager"                                 # PyTorch's own leaves out Gemma 2's softcap
+        network = model_class(config).from_pretrained(model, dtype=dtype, attn_implementation=attention)
+        self.model = network.to(self.device).eval()
+        head = self.model.get_output_embeddings()
+        head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias)[:, None]
+        # A model with another kind of cache than this engine expects fails here.
+        self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
         self.max_length = max_length
 
     @torch.no_grad()

@@ -15,9 +15,9 @@ import attention
 from data import encode_rows
 from bench.models import FAMILIES, make
 from runtime.checkpoint import load_optimizer, save_checkpoint
-from model import load_critic, load_policy, text_model, token_logprobs, token_values
+from model import Policy, load_critic, load_policy, token_logprobs, token_values
 from packing import pack
-from rollout import HFEngine
+from rollout import load_engine
 from runtime.check_model import check_model, check_trainable, load_tokenizer, model_class
 from runs import ROOT, train
 from test_packing import episode, random_parts, sampled_places
@@ -112,7 +112,7 @@ def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
     values = token_values(critic, rollouts, range(5), 100)
     for s, parts in enumerate(lists):
         with torch.no_grad():
-            hidden = text_model(plain)(input_ids=torch.tensor([sum(parts, [])]), use_cache=False)
+            hidden = Policy(plain).decoder(input_ids=torch.tensor([sum(parts, [])]), use_cache=False)
         expected = hidden.last_hidden_state[0, [place - 1 for place in sampled_places(parts)]] @ head + 0.5
         torch.testing.assert_close(values[s], expected, atol=1e-4, rtol=1e-4)
     optimizer = torch.optim.AdamW(critic.parameters())
@@ -394,9 +394,10 @@ def pickled(content):
 
 
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+HF_ENGINE = SimpleNamespace(engine="hf", vllm_gpu_memory_utilization=0.4)
 LOADERS = [("model", lambda path, mesh: load_policy(path, mesh, torch.float32)),
            ("critic_model", lambda path, mesh: load_critic(path, mesh, torch.float32)),
-           ("model", lambda path, mesh: HFEngine(path, torch.float32, 64, [10], 0.4))]
+           ("model", lambda path, mesh: load_engine(HF_ENGINE, path, torch.float32, 64, [10]))]
 
 
 @pytest.mark.parametrize("harm, reason", [

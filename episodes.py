@@ -431,7 +431,8 @@ class Player:
 
         Raises ValueError if an environment returns what it must not.
         """
-        return engine.serve(jobs_for(prompts, n, seeds, *sampling), OpenEpisodes(self, engine).play)
+        open_episodes = OpenEpisodes(self, engine)
+        return engine.serve(open_episodes.jobs_for(prompts, n, seeds, *sampling), open_episodes.play)
 
 
 class TrialEngine(Engine):
@@ -474,6 +475,13 @@ class OpenEpisodes:
         self.calls = {}
         self.rollouts = {}
         self.groups = {}
+
+    def jobs_for(self, prompts, n, seeds, *sampling):
+        """Return n adjacent jobs per data.Prompt. seeds, sampling: as for Player.play."""
+        jobs = []
+        for prompt, seed in zip(prompts, seeds):
+            jobs += [(prompt.row, Request(None, prompt.ids, seed + j, *sampling)) for j in range(n)]
+        return jobs
 
     def add(self, key, jobs):
         """Add a group of episodes, one for each job: a pair of a row and the Request for the first turn.
@@ -581,11 +589,3 @@ def in_thread(function):
     future = Future()
     Thread(target=lambda: future.set_result(function()), daemon=True).start()
     return future
-
-
-def jobs_for(prompts, n, seeds, *sampling):
-    """Return n adjacent jobs of OpenEpisodes per data.Prompt. seeds, sampling: as for Player.play."""
-    jobs = []
-    for prompt, seed in zip(prompts, seeds):
-        jobs += [(prompt.row, Request(None, prompt.ids, seed + j, *sampling)) for j in range(n)]
-    return jobs

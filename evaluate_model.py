@@ -14,7 +14,7 @@ import rewards
 import rollout
 from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
 from episodes import Player
-from runtime.check_model import check_model, end_tokens, load_tokenizer, read_config
+from runtime.model_folder import check_model, end_tokens, load_tokenizer, read_config
 from runtime.metrics import evaluation_metrics, failures
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository

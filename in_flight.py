@@ -14,7 +14,7 @@ in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 """
 import torch.distributed as dist
 
-from episodes import OpenEpisodes, jobs_for
+from episodes import OpenEpisodes
 from rollout import Sampler
 from runtime import distributed
 
@@ -45,7 +45,8 @@ class InFlightSampler(Sampler):
         self.open |= zip(names, prompts)
         seeds, sampling = self.requested(names, temperature, length)
         for i in range(dist.get_rank(), len(prompts), dist.get_world_size()):
-            self.episodes.add(names[i], jobs_for([prompts[i]], n, [seeds[i]], *sampling))
+            jobs = self.episodes.jobs_for([prompts[i]], n, [seeds[i]], *sampling)
+            self.episodes.add(names[i], jobs)
 
     def until(self, count):
         """Sample until `count` groups are complete, on all ranks together; return the Rollouts of this rank.

@@ -33,10 +33,9 @@ from losses import schedule
 from packing import deal, micro_batch, pack
 from weights import full_weights
 from runtime import distributed
-from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
-                                 model_class, read_config, reading)
 from runtime.logprobs import LogprobsFromHidden
-from runtime.model_files import read_model, write_model
+from runtime.model_folder import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
+                                  model_class, read_config, read_model, reading, write_model)
 
 
 # ---------------------------------------------------------------- policy and critic

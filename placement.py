@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 import rollout
-from episodes import jobs_for
 from runtime import distributed
 
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
@@ -254,7 +253,8 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
         end = (bridge.engine + 1) * len(prompts) // bridge.engines
         # A seed depends on the place of its prompt, whatever the number of engines is.
         seeds = [zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in range(first, end)]
-        jobs[key] = jobs_for(prompts[first:end], n, seeds, s.max_completion_length, s.temperature)
+        jobs[key] = open_episodes.jobs_for(prompts[first:end], n, seeds, s.max_completion_length,
+                                           s.temperature)
         open_episodes.add(key, jobs[key])
 
     def advance():

@@ -41,9 +41,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, DynamicCache
 
 from runtime import distributed
-from runtime.check_model import model_class
+from runtime.checkpoint import json_text
+from runtime.model_folder import model_class
 from runtime.logprobs import head_logits
-from runtime.user_code import json_text
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.

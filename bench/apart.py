@@ -58,7 +58,7 @@ class Slow:
 def run_with_drawn_lengths():
     """In a process of torchrun: the script named on the command line, whose engine draws the lengths."""
     import rollout
-    from runtime import check_model
+    from runtime import model_folder
     add = rollout.Engine.add
 
     def add_drawn(engine, request):
@@ -66,7 +66,7 @@ def run_with_drawn_lengths():
         add(engine, request._replace(max_tokens=min(drawn, request.max_tokens)))
 
     rollout.Engine.add = add_drawn
-    check_model.end_tokens = lambda *_: [1]                    # a byte that no text has
+    model_folder.end_tokens = lambda *_: [1]                    # a byte that no text has
     del sys.argv[0]
     sys.path.insert(0, os.getcwd())
     runpy.run_path(sys.argv[0], run_name="__main__")

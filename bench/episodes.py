@@ -22,7 +22,7 @@ from configurator import configure
 from data import encode_rows
 from episodes import Player
 from runtime import distributed
-from runtime.check_model import load_tokenizer
+from runtime.model_folder import load_tokenizer
 from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 episodes = 256                  # of one to six turns

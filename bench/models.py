@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from configurator import check, configure
-from runtime.check_model import model_class
+from runtime.model_folder import model_class
 from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 only = ""                       # names of families, separated by commas; empty: all

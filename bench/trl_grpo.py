@@ -24,7 +24,7 @@ import rewards
 import rollout
 from configurator import configure
 from episodes import Player
-from runtime.check_model import check_model, end_tokens, load_tokenizer
+from runtime.model_folder import check_model, end_tokens, load_tokenizer
 from runtime.metrics import evaluation_metrics
 from runtime.user_code import load_from
 # ------------------------------------------------------------------------------------------------------------

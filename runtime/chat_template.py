@@ -13,7 +13,7 @@ from copy import deepcopy
 from itertools import pairwise
 from os.path import commonprefix
 
-from runtime.check_model import reading
+from runtime.model_folder import reading
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.

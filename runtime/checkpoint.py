@@ -103,6 +103,17 @@ def write_state(folder, state, arrays={}):
         sync(path)
 
 
+def json_text(name, value):
+    """Return a value as JSON. Raises ValueError if it would be another value when it is read back."""
+    text = json.dumps(value, default=str, skipkeys=True)
+    restored = json.loads(text)
+    # As texts, because NaN is not equal to NaN, and a defaultdict is equal to a dict.
+    if repr(restored) != repr(value):
+        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {restored!r:.200}: "
+                         "checkpoints keep numbers of Python, text, lists, and dicts whose keys are text")
+    return text
+
+
 def sync(path):
     # Waits until a file, or the names in a folder, are on disk and not only in its cache.
     descriptor = os.open(path, os.O_RDONLY)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from runtime.check_model import located, model_class, read_config, reading
+from runtime.model_folder import located, model_class, read_config, reading
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from runtime.chat_template import broken_up
-from runtime.check_model import check_loaded, check_model, load_tokenizer, reading
+from runtime.model_folder import check_loaded, check_model, load_tokenizer, reading
 
 
 class RewardModel:

@@ -30,9 +30,8 @@ from safetensors.numpy import load_file
 from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, overridden,
                           printable)
 from runtime import checkpoint, distributed, metrics
-from runtime.check_model import located, reading
+from runtime.model_folder import located, reading
 from runtime.memory import forecast_note
-from runtime.user_code import json_text
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
@@ -359,7 +358,8 @@ def overflows(run, name, finite):
 def check_state(state, keys):
     """Stop the script if JSON would change one of these values, or if ranks differ in one. A collective."""
     with input_errors():
-        checksums = {key: zlib.crc32(json_text(f"run.state[{key!r}]", state[key]).encode()) for key in keys}
+        texts = {key: checkpoint.json_text(f"run.state[{key!r}]", state[key]) for key in keys}
+        checksums = {key: zlib.crc32(text.encode()) for key, text in texts.items()}
     for others in distributed.gathered([checksums]):            # the texts may be long, and the ranks many
         differing = [key for key in keys if others.get(key) != checksums[key]]
         check(not differing, f"the ranks differ in {differing} of run.state, and a resumed run would have "

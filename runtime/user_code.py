@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import inspect
 import io
-import json
 import os
 import signal
 import subprocess
@@ -135,17 +134,6 @@ def as_float(value):
         if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:         # float32's largest
             return float(value)
     raise ValueError(f"{shown(value)} is not a finite number in float32")
-
-
-def json_text(name, value):
-    """Return a value as JSON. Raises ValueError if it would be another value when it is read back."""
-    text = json.dumps(value, default=str, skipkeys=True)
-    restored = json.loads(text)
-    # As texts, because NaN is not equal to NaN, and a defaultdict is equal to a dict.
-    if repr(restored) != repr(value):
-        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {restored!r:.200}: "
-                         "checkpoints keep numbers of Python, text, lists, and dicts whose keys are text")
-    return text
 
 
 def logging_into(stores):

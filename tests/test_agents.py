@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import endpoint
 import runs
-from episodes import OpenEpisodes, jobs_for
+from episodes import OpenEpisodes
 from rewards import Scorer
 from runtime.metrics import rollout_metrics
 from runs import kept_rollouts, lines, refused, without_times
@@ -574,7 +574,7 @@ def test_an_agent_hears_that_its_episode_was_aborted(write):
     plays, engine = player(agent), Says(["abc<|end|>"])
     engine.at_once = 0                                          # it has not answered yet
     table = OpenEpisodes(plays, engine)
-    table.add("all", jobs_for(prompts_for([{}]), 1, [0], 5000, 1.0))
+    table.add("all", table.jobs_for(prompts_for([{}]), 1, [0], 5000, 1.0))
     table.step()
     table.abort()
     assert until(lambda: plays.make.__globals__["codes"]) == [401]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from runs import TORCHRUN, forked, launch, refused
-from runtime.check_model import SHIPPED
+from runtime.model_folder import SHIPPED
 
 
 def test_figures(tmp_path):

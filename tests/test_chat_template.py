@@ -10,7 +10,7 @@ from tokenizers.normalizers import NFKC
 
 from tiny import pretrain
 from runtime.chat_template import Template, tool_call, turn_of
-from runtime.check_model import SHIPPED, load_tokenizer
+from runtime.model_folder import SHIPPED, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {
     "name": name, "description": "Works.", "parameters": {"type": "object", "properties": {}}}}

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from model import load_policy
 from runs import begin, finish
 from runtime import checkpoint
-from runtime.check_model import load_tokenizer
+from runtime.model_folder import load_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

@@ -17,7 +17,7 @@ import data
 import runs
 from episodes import Player
 from rewards import Scorer
-from runtime import check_model
+from runtime import model_folder
 from runtime.user_code import UserProcess
 from runs import ROOT, begin, finish, forked, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
@@ -656,16 +656,16 @@ def test_a_reward_that_takes_environments_needs_one(moves):
 def test_templates_may_stand_beside_a_model(tmp_path):
     (tmp_path / "mine.jinja").write_text("{{ 'no think' if enable_thinking is false else 'think' }}")
     settings = SimpleNamespace(chat_template=str(tmp_path / "mine.jinja"), chat_template_kwargs="")
-    folder = check_model.SHIPPED["tiny"]
+    folder = model_folder.SHIPPED["tiny"]
     ask = lambda tokenizer: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    tokenizer = check_model.load_tokenizer(folder, settings=settings)
+    tokenizer = model_folder.load_tokenizer(folder, settings=settings)
     tokenizer.response_template = PARSED                        # a line in a script of one's own
     assert ask(tokenizer) == "think"
     settings.chat_template_kwargs = '{"enable_thinking": false}'
-    assert ask(check_model.load_tokenizer(folder, settings=settings)) == "no think"
+    assert ask(model_folder.load_tokenizer(folder, settings=settings)) == "no think"
     # A checkpoint takes them with it.
     tokenizer.save_pretrained(tmp_path / "saved")
-    saved = check_model.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    saved = model_folder.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert ask(saved) == "think" and saved.response_template == PARSED
     for key, value, told in (
             ("chat_template", "none.jinja", "chat_template=none.jinja cannot be read: .*No such file"),
@@ -673,7 +673,7 @@ def test_templates_may_stand_beside_a_model(tmp_path):
             ("chat_template_kwargs", '{"enable_thinkng": false}', "the chat template reads no enable_thinkng"),
             ("chat_template_kwargs", "{", "chat_template_kwargs={ cannot be read: JSONDecodeError")):
         with pytest.raises(ValueError, match=told):
-            check_model.load_tokenizer(folder, settings=SimpleNamespace(**vars(settings) | {key: value}))
+            model_folder.load_tokenizer(folder, settings=SimpleNamespace(**vars(settings) | {key: value}))
 
 
 # ---------------------------------------------------------------- whole runs

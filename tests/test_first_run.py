@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import runs
 from runs import forked, lines, refused
-from runtime import check_model
+from runtime import model_folder
 from configurator import TINY_DEFAULTS
 from test_docs import BLOCKS, TEXTS
 from test_train_grpo import SMALL, train
@@ -86,7 +86,7 @@ def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
 def test_a_tilde_in_the_name_of_a_model(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(folder, tmp_path / "m")
-    assert check_model.check_model("~/m") == f"{tmp_path}/m"
+    assert model_folder.check_model("~/m") == f"{tmp_path}/m"
 
 
 def test_a_run_is_resumed_with_another_spelling(folder, tmp_path):

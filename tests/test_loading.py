@@ -18,7 +18,7 @@ from runtime.checkpoint import load_optimizer, save_checkpoint
 from model import Policy, load_critic, load_policy, token_logprobs, token_values
 from packing import pack
 from rollout import load_engine
-from runtime.check_model import check_model, check_trainable, load_tokenizer, model_class
+from runtime.model_folder import check_model, check_trainable, load_tokenizer, model_class
 from runs import ROOT, train
 from test_packing import episode, random_parts, sampled_places
 from weights import engine_weights
@@ -204,7 +204,7 @@ def test_layers_and_what_reads_images_are_units_of_their_own(family, mesh):
 # A tied head, fused experts, parts for images, and parameters that transformers joins or splits.
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "gpt2", "qwen2_5_vl", "qwen3_next"])
 def test_weights_in_several_files_are_those_of_save_pretrained(family, mesh, tmp_path, monkeypatch, name):
-    monkeypatch.setattr("runtime.model_files.FILE_SIZE", 100_000)
+    monkeypatch.setattr("runtime.model_folder.FILE_SIZE", 100_000)
     path, folder = family(name), str(tmp_path / "checkpoint-1")
     policy = load_policy(path, mesh, torch.float32)
     networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}

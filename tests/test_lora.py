@@ -15,7 +15,7 @@ import runs
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, load_rows, on_ranks, shut_down, without_times
-from runtime.check_model import SHIPPED
+from runtime.model_folder import SHIPPED
 from runtime.logprobs import LogprobsFromHidden
 from test_packing import episode, random_parts
 from test_rollout import ENGINES

@@ -25,7 +25,7 @@ from bench.models import make
 from model import load_policy
 from packing import pack
 from runtime import checkpoint, distributed
-from runtime.check_model import model_class
+from runtime.model_folder import model_class
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, lines, on_ranks

@@ -17,7 +17,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma
 
 import rollout
 from weights import compare_logprobs
-from runtime import check_model
+from runtime import model_folder
 from runtime.logprobs import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
 from runs import on_ranks, shut_down
@@ -144,7 +144,7 @@ def test_a_text_is_decoded_as_it_was_written(folder, tmp_path):
         "clean_up_tokenization_spaces": True,
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = check_model.load_tokenizer(str(path))
+    tokenizer = model_folder.load_tokenizer(str(path))
     assert rollout.text_of(tokenizer, tokenizer("a != b ?").input_ids, "length") == "a != b ?"
 
 
@@ -184,7 +184,7 @@ def test_greedy_takes_the_likeliest_token(engine, model):
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engines_head_does_not_round_logits(name):
     """Its logits of the same hidden states are those in float64. In bfloat16 they would be off by up to 0.4%."""
-    engine = rollout.engine_class(name)(check_model.SHIPPED["tiny"], torch.bfloat16, 128, [0], 0.4)
+    engine = rollout.engine_class(name)(model_folder.SHIPPED["tiny"], torch.bfloat16, 128, [0], 0.4)
 
     def of_model(model):
         head = model.get_output_embeddings() if name == "hf" else model.lm_head
@@ -422,17 +422,17 @@ def test_end_tokens(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(path)
     generation = GenerationConfig(eos_token_id=[7, 8])
     generation.save_pretrained(path)
-    assert check_model.end_tokens(path, tokenizer) == [7, 8]
+    assert model_folder.end_tokens(path, tokenizer) == [7, 8]
     os.remove(f"{path}/generation_config.json")
-    assert check_model.end_tokens(path, tokenizer) == [AutoConfig.from_pretrained(path).eos_token_id]
+    assert model_folder.end_tokens(path, tokenizer) == [AutoConfig.from_pretrained(path).eos_token_id]
     config = AutoConfig.from_pretrained(path)
     config.eos_token_id = None
     config.save_pretrained(path)
-    check_model.read_config.cache_clear()
-    assert check_model.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
+    model_folder.read_config.cache_clear()
+    assert model_folder.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="names no token that ends a completion"):
-        check_model.end_tokens(path, tokenizer)
+        model_folder.end_tokens(path, tokenizer)
 
 
 def end_tokens_of_a_rank(folder):
@@ -450,10 +450,10 @@ def test_all_ranks_have_the_end_tokens_of_rank_0(folder, tmp_path):
 def test_end_tokens_that_the_template_never_writes(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     first, second = tokenizer.convert_ids_to_tokens([65, 66])
-    assert f"ends with {first}, {second} (eos_token_id), but" in check_model.end_note(tokenizer, [65, 66])
-    assert not check_model.end_note(tokenizer, [65, tokenizer.eos_token_id])
+    assert f"ends with {first}, {second} (eos_token_id), but" in model_folder.end_note(tokenizer, [65, 66])
+    assert not model_folder.end_note(tokenizer, [65, tokenizer.eos_token_id])
     tokenizer.chat_template = "{{ raise_exception('no turns') }}"
-    assert not check_model.end_note(tokenizer, [65, 66])
+    assert not model_folder.end_note(tokenizer, [65, 66])
 
 
 @pytest.mark.parametrize("content", ['{"eos_token_id"', ""])
@@ -462,7 +462,7 @@ def test_a_damaged_generation_config_is_named(folder, tmp_path, content):
     tokenizer = AutoTokenizer.from_pretrained(path)
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match="generation_config.json cannot be read"):
-        check_model.end_tokens(str(path), tokenizer)
+        model_folder.end_tokens(str(path), tokenizer)
 
 
 # ---------------------------------------------------------------- choosing

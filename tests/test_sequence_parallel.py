@@ -7,7 +7,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 import bench.models
 from model import load_policy, micro_batches
 from packing import deal
-from runtime.check_model import model_class
+from runtime.model_folder import model_class
 from runs import on_ranks
 from test_model import plain_logps
 from test_packing import episode, random_parts

@@ -16,7 +16,7 @@ import rollout
 from environments.calculator import Calculator
 from environments.guess_number import Guess
 from runs import forked, load_rows, refused
-from runtime.check_model import SHIPPED
+from runtime.model_folder import SHIPPED
 from tasks import generate_problems
 from tiny import pretrain
 

@@ -33,7 +33,6 @@ from transformers import (DataCollatorForTokenClassification, GenerationConfig, 
                           Qwen3Config, Qwen3ForCausalLM)
 
 from configurator import TINY_DEFAULTS, check, check_values, configure, overridden
-from runtime.checkpoint import share
 from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
                                      guess_problem, held_out)
 
@@ -252,4 +251,3 @@ if __name__ == "__main__":
     pretrain(model, tokenizer, conversations(random.Random(seed)))
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    share(out)

@@ -1,15 +1,16 @@
 """
-What a model folder says about its model, and which models are refused.
+A model's folder: what it says about its model, which models are refused, and the weights in it.
 
-    check_model      the folder that a name stands for, if it holds a model that can generate
-    check_trainable  the same, if by its config the model can also be trained
-    check_reader     the same for a critic or reference, which has to read the policy's tokens
-    check_loaded     refuses weights that do not fit the config
-    load_tokenizer   its tokenizer
-    end_tokens       the tokens that end a completion
-    end_note         a sentence, if the chat template writes none of them
+    check_model      returns the folder that a name stands for, if it holds a model that can generate
+    check_trainable  does the same, if by its config the model can also be trained
+    check_reader     does the same for a critic or reference, which has to read the policy's tokens
+    end_tokens       returns the tokens that end a completion
+    end_note         returns a sentence, if the chat template writes none of these tokens
+    load_tokenizer   reads the tokenizer
+    read_model       reads the model, whole
+    write_model      writes a folder for from_pretrained and vLLM
 
-model_files.py reads and writes the weights, and memory.py forecasts how much memory a run takes.
+memory.py forecasts how much memory a run takes.
 """
 import contextlib
 import datetime
@@ -19,9 +20,10 @@ import math
 import os
 from pathlib import Path
 
+import torch
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
                           AutoTokenizer, GenerationConfig)
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 # transformers' bars for every load and save would break up the run's own progress bar. It also warns of
 # missing weights, which are an error here.
@@ -32,6 +34,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
            "tiny_episodes": f"{ROOT}/tiny/episodes"}
+# The files of a processor, which turns images into numbers. Training does not need them, but a folder keeps
+# them for those who show the model images.
+PROCESSOR = "processor_config.json preprocessor_config.json video_preprocessor_config.json".split()
+FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
 
 
 @contextlib.contextmanager
@@ -134,19 +140,6 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     return path
 
 
-def check_loaded(what, info, may_lack=()):
-    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape.
-
-    info: what from_pretrained returns with output_loading_info.
-    """
-    missing = sorted({*info["missing_keys"]} - {*may_lack})
-    if missing:
-        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
-    for name, shape, config_shape in info["mismatched_keys"]:
-        raise ValueError(f"{what}: {name} has the shape {list(shape)} in its weights, but by its config "
-                         f"{list(config_shape)}")
-
-
 def model_class(config):
     """Return the class in transformers that generates text with such a config, or None.
 
@@ -221,3 +214,58 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         tokenizer.apply_chat_template = functools.partial(
             tokenizer.apply_chat_template, strftime_now=now.strftime, **template_kwargs)
     return tokenizer
+
+
+# ---------------------------------------------------------------- weights
+
+def read_model(what, kind, path, config, has_head=True, may_lack=()):
+    """Return the model of the class `kind` in a folder or hub id, whole, in float32 on the CPU.
+
+    has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
+    names of parameters that stay as the class makes them if the folder has none. The model gets an attribute
+    `processor` for write_model: {name of a file: its content}. Raises ValueError, with a message that begins
+    with `what`, if the weights cannot be read or do not fit the config.
+    """
+    with reading(f"{what}: its weights"):
+        hf, info = kind.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False)
+    if not has_head:
+        head = hf.get_output_embeddings()
+        for name in [name for name, part in hf.named_modules() if part is head]:
+            hf.set_submodule(name, torch.nn.Identity())
+            may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
+    check_loaded(what, info, may_lack)
+    hf.processor = {}
+    for name in PROCESSOR:
+        with contextlib.suppress(OSError):                      # most models have none
+            hf.processor[name] = Path(cached_file(path, name)).read_bytes()
+    # In eval mode no dropout acts. The engine has none either.
+    return hf.eval()
+
+
+def check_loaded(what, info, may_lack=()):
+    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape.
+
+    info: what from_pretrained returns with output_loading_info.
+    """
+    missing = sorted({*info["missing_keys"]} - {*may_lack})
+    if missing:
+        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
+    for name, shape, config_shape in info["mismatched_keys"]:
+        raise ValueError(f"{what}: {name} has the shape {list(shape)} in its weights, but by its config "
+                         f"{list(config_shape)}")
+
+
+def write_model(hf, tensors, folder):
+    """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
+    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
+    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
+    generation = hf.generation_config
+    hf.generation_config = GenerationConfig()
+    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    hf.generation_config = generation
+    generation.to_json_file(f"{folder}/generation_config.json")
+    for name, content in hf.processor.items():
+        Path(folder, name).write_bytes(content)

@@ -345,9 +345,11 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
     # All at once, which is faster. A template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False).input_ids
     start = start_of(tokenizer)
+    # model_folder.load_tokenizer says how many tokens the model embeds; a tokenizer of your own need not.
+    embedded = getattr(tokenizer, "embedded", math.inf)
     prompts = []
     for (name, row), ids in zip(rows, encoded):
-        if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
+        if not ids or max(ids) >= embedded:
             raise ValueError(f"{name}: its prompt has no tokens, or a token that the model does not have")
         plain = not chat or isinstance(row["prompt"], str)
         if plain and ids[:len(start)] != start:

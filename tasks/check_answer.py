@@ -17,7 +17,7 @@ from fractions import Fraction
 from unicodedata import normalize
 
 # ------------------------------------------------------------------------------------------------------------
-# extraction: where an answer stands
+# extraction: where an answer stands. Names in capitals are regular expressions, which `re` keeps compiled.
 
 # A line has the words of a language, or of several related ones, for `answer`, for `is`, and for `so`, as
 # regular expressions. Add a line for your language.
@@ -38,48 +38,53 @@ NOUN, VERB, SO = map("|".join, zip(*LANGUAGES))
 EDGE = "(?!(?<=[a-z])[a-z])"
 # An answer begins behind a sign: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
 # only `Final Answer`, [[18]], and GSM8K's ####, unless that is a heading with text below it.
-SIGN = re.compile(
+SIGN = (
     rf"(?im)(?:{NOUN})[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|"
     r"(?=<(?:solution|(?:final_?)?answer)>)|"
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|(?<!#)####(?!#)(?![ \t]*\**[a-z][^\n]{0,80}\n\s{0,9}\S)")
 # A weak sign counts if there are no others: `the answer in dollars is 18`, `the answer would be: B`.
-WEAK_SIGN = re.compile(
+WEAK_SIGN = (
     rf"(?im)(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}"
     rf"(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra){EDGE})*\s*[:：]?|[:：])")
 # The last line may begin with words that lead to its answer: `So the total is 18`, `Janet makes 9*2 = 18`.
-LEADING = re.compile(rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|have)\b)?{EDGE}[\s,:：*}}]*)?"
-                     r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?")
+LEADING = (rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|have)\b)?{EDGE}[\s,:：*}}]*)?"
+           r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?")
 # An answer ends before these words in its line: `18 because`, `18 is the answer`, `18</s>`.
-TAIL = re.compile(rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
-                  rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\|).*")
+TAIL = (rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
+        rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\|).*")
 # An answer also ends where its text does in {"answer": "18", "why": "9*2"}, and where its sentence does, but
 # `B.` in `B. Paris` is no sentence.
-STOP = re.compile(r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
+STOP = r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])"
 # These words change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
 OPERATOR = (r"(?:or|and|not|no|never|cannot|\w+n't|without|than|about|around|over|under|below|of|from|to|by|"
             r"at|plus|minus|times|twice|double|triple|half|halves|thirds|"
             r"root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|(?!mon)\w*[defghnrx]ths?)\b")
 # A sentence may end with its answer: `She makes 18 dollars.`
 SUBJECT = rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})"
-SENTENCE = re.compile(SUBJECT + r"([-*$€£]*\d[^=\\]*)$")
+SENTENCE = SUBJECT + r"([-*$€£]*\d[^=\\]*)$"
 # A box may hold brackets in brackets, eight levels deep. It may also be \boxed 5. The first group is the
 # comma or the `and` that joins a box to the box before it.
 INSIDE = r"(?:[^{}\\]|\\.|\{" * 8 + "[^{}]*+" + r"\})*+" * 8
-BOX = re.compile(r"(?s)([\s$]{0,9}+(?:,\s{0,9}+(?:and\b)?|and\b)[\s$]{0,9}+)?"
-                 rf"\\(?:(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|boxed\s+([^\s{{}}$]+))")
+BOX = (r"(?s)([\s$]{0,9}+(?:,\s{0,9}+(?:and\b)?|and\b)[\s$]{0,9}+)?"
+       rf"\\(?:(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|boxed\s+([^\s{{}}$]+))")
 # The answer ends before a bracket that it has not opened, as in {"answer": 18} and [[18]].
-UNOPENED = re.compile(rf"^(?:({INSIDE})\}}|([^][]*)\]\]).*")
+UNOPENED = rf"^(?:({INSIDE})\}}|([^][]*)\]\]).*"
 # A text may end with a frame: **18**, `18`, $$18$$, \[18\], and $18$ or \(18\) in a line by itself.
-FRAMED = re.compile(r"(?s)(?:\*\*|`|\$\$|\\\[|\n\$|\n\\\()((?:(?!\*\*|`|\$\$|\\\[).)+)(?:[*`$]+|\\[])])$")
+FRAMED = r"(?s)(?:\*\*|`|\$\$|\\\[|\n\$|\n\\\()((?:(?!\*\*|`|\$\$|\\\[).)+)(?:[*`$]+|\\[])])$"
 EDGES = " \t\r\n*`\"'“”"
 # A chain of equations is shortened: `= 2*9 =` in `x = 2*9 = 18` becomes =. No = here is part of <= or =>.
-CHAIN = re.compile(r"(?<![<>!=:])=(?![=>])(?:(?:(?!\b(?:and|or)\b|[,;，；]\D).)*(?<![<>!=:])=(?![=>]))?")
+CHAIN = r"(?<![<>!=:])=(?![=>])(?:(?:(?!\b(?:and|or)\b|[,;，；]\D).)*(?<![<>!=:])=(?![=>]))?"
 # A line such as `Let x = 5` or `Step 2` has no answer. A text with a word, or with a sign that no formula
 # has, is wordy.
+<<<<<<< HEAD
 ASSUMPTION = re.compile(
     r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设")
 WORDY = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}|#|^\{")
+=======
+ASSUMPTION = r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设"
+WORDY = r"(?<![\\a-zA-Z])[^\W\d_]{3,}|#|^\{"
+>>>>>>> 03394d9 (check_answer.py, generate_problems.py: regular expressions as texts, fractions without their parts)
 
 
 def extract_answer(text):
@@ -101,7 +106,7 @@ def boxed_answer(text):
     # Returns the content of the last box, or of several that are joined: `\boxed{1} and \boxed{2}`.
     answers = []
     end = 0
-    for box in BOX.finditer(text[-100_000:]):
+    for box in re.finditer(BOX, text[-100_000:]):
         joint, braced, bare = box.groups()
         if not joint or box.start() > end:
             answers = []
@@ -115,7 +120,7 @@ def marked_answer(text):
     # Returns the answer behind the last sign. A longer text is no answer but the beginning of a solution.
     # The last 10,000 characters are enough, and keep this quick.
     for sign in (SIGN, WEAK_SIGN):
-        parts = sign.split(text[-10_000:])
+        parts = re.split(sign, text[-10_000:])
         for part in reversed(parts[1:]):
             answer = announced(part)
             if 0 < len(answer) <= 100:
@@ -130,26 +135,26 @@ def announced(part):
     line = next(filter(re.compile(r"\w").search, lines), "").strip(EDGES)
     # `Answer: The answer is 18`
     line = marked_answer(line[:300]) or line
-    line, *_ = STOP.split(line, maxsplit=1)
-    line = UNOPENED.sub(r"\1\2", TAIL.sub("", line))
-    return SENTENCE.sub(r"\1", line).strip(EDGES).removesuffix("*.").strip(EDGES)
+    line, *_ = re.split(STOP, line, maxsplit=1)
+    line = re.sub(UNOPENED, r"\1\2", re.sub(TAIL, "", line))
+    return re.sub(SENTENCE, r"\1", line).strip(EDGES).removesuffix("*.").strip(EDGES)
 
 
 def last_answer(text):
     # Returns the answer that a text ends with.
     text = text.strip()
     sentence = text.rstrip(".。．! ")
-    framed = FRAMED.search(sentence[-1000:])
+    framed = re.search(FRAMED, sentence[-1000:])
     content = framed[1].strip(EDGES) if framed else sentence
     line = content.rpartition("\n")[2]
-    answer = LEADING.sub("", TAIL.sub("", line[-300:]))
-    answer = CHAIN.sub("=", answer).strip(EDGES)
-    if not answer or len(line) > 300 or ASSUMPTION.match(line):
+    answer = re.sub(LEADING, "", re.sub(TAIL, "", line[-300:]))
+    answer = re.sub(CHAIN, "=", answer).strip(EDGES)
+    if not answer or len(line) > 300 or re.match(ASSUMPTION, line):
         return None
-    if CHAIN.search(answer) or framed and len(answer) <= 100 or is_formula(answer):
+    if re.search(CHAIN, answer) or framed and len(answer) <= 100 or is_formula(answer):
         return answer
     # `So he has 7 apples left.` A sentence without a full stop may have been cut off.
-    measured = MEASURED.match(STOP.split(line)[-1])
+    measured = re.match(MEASURED, re.split(STOP, line)[-1])
     if measured and sentence != text:
         return measured[1]
 
@@ -160,14 +165,14 @@ def is_formula(text):
     if reading.choice:
         return False
     # The value of a text that is no formula is its tokens, with spaces between them.
-    return isinstance(reading.value, Fraction) or not (" " in reading.value or WORDY.search(text))
+    return isinstance(reading.value, Fraction) or not (" " in reading.value or re.search(WORDY, text))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # spellings: signs and notations that mean the same become one
 
 FUNCTIONS = "sqrt sin cos tan arcsin arccos arctan log ln".split()
-# Each sign has other spellings. 3/4 may be a fraction, but 3÷4 is none.
+# A sign has other spellings, which stand behind it. 3/4 may be a fraction, but 3÷4 is none.
 SPELLINGS = {
     "*": r"\times \cdot \ast × · ⋅ ∙",
     "*1/": r"\div ÷",
@@ -198,6 +203,7 @@ SPELLINGS = {
     ",": "、 &",
     " ": r"\, \; \: \quad \qquad ~",
     "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}
+# SIGNS gives the sign for each spelling. A function without its backslash has one too.
 SIGNS = {name: rf"\{name} " for name in FUNCTIONS}
 for sign, spellings in SPELLINGS.items():
     SIGNS |= dict.fromkeys(spellings.split(), sign)
@@ -318,24 +324,24 @@ NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{3}}\b|мил|млн|тыс|"
         r"(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[^\W\d_a-zA-Z]{1,10}|[cmk]m|kg|ml|ft|yd|sq)")
 WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})(?![a-zA-Z])(?:\s*\^[({{]?[23][)}}]?)?"
 BEHIND = rf"(?:\s+|(?={NAME})){WORD}(?:[ /]+{WORD}){{0,2}}$"
-UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-z]++)*(?<=[\d)}}i])){BEHIND}")
+UNIT = rf"^((?:[^a-zA-Z\\]|\\[a-z]++)*(?<=[\d)}}i])){BEHIND}"
 # A sentence may end with a number and its unit: 7 apples, $18, 20%.
-MEASURED = re.compile(rf"{SUBJECT}((?=.*(?:[$€£%°]|[^\W\d_]))[-*$€£]*\d[\d.,/]*[$%°*]*(?:$|{BEHIND}))")
+MEASURED = rf"{SUBJECT}((?=.*(?:[$€£%°]|[^\W\d_]))[-*$€£]*\d[\d.,/]*[$%°*]*(?:$|{BEHIND}))"
 # An answer may begin with a choice, as B) 12 does, but (A) or (B) does not. Or it may begin with a left side
 # such as x =, f(x) =, 2*9 =, x = 2*9 =, or x \in; but x=1, y=2 stays as it is.
-LEFT = re.compile(r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
-                  r"(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b))?"
-                  r"(?:(?:[^\w\\,;]|\d|\\[a-z]++)*=(?!\s*[a-z]))?)")
+LEFT = (r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
+        r"(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b))?"
+        r"(?:(?:[^\w\\,;]|\d|\\[a-z]++)*=(?!\s*[a-z]))?)")
 # A date, a time, a range, a score or a ratio looks like a sum or a quotient. There may be several of them.
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?%?"
 DATE = f"{NUMBER}(?:(?:-{NUMBER})+|(?:/{NUMBER}){{2,}}|(?::{NUMBER})+)"
-JOINED = re.compile(f"{DATE}(?:[,;]{DATE})*")
+JOINED = f"{DATE}(?:[,;]{DATE})*"
 # 1,234.5 and 1 234.5 are numbers.
-THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
+THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 # A token is a digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or any other
 # character except %.
-TOKEN = re.compile(r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
-                   r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
+TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
+         r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
 # Each level has operators that bind more tightly than those before it; the first has what ends an operand.
 # `*` stands also between a and b in `ab`, and `(` is the operator of f(x), but not of (x+1)(x-1).
 LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap", r"+ - \pm \mp", "* /", "^", "_ ("]
@@ -358,7 +364,7 @@ def value(text):
     """
     # 1 \pm x is the list 1+x, 1-x, and a list is the set {1+x, 1-x}.
     text = re.sub(r"^([^,;(]*)\\pm([^,;(]*)$", r"\1+\2,\1-\2", text)
-    parser = Parser(["{", *TOKEN.findall(text), "}", ""])
+    parser = Parser(["{", *re.findall(TOKEN, text), "}", ""])
     with contextlib.suppress(ValueError, LookupError, ZeroDivisionError, RecursionError):
         tree = parser.formula(0)
         repr(tree)                              # raises ValueError if a number has over 4,300 digits
@@ -380,8 +386,10 @@ class Parser:
     def formula(self, level):
         # Reads an operand, and goes on as long as the operators bind more tightly than the level.
         tree = self.operand(level)
-        op = self.operator(tree)
-        while PRECEDENCE[op] > level:
+        while True:
+            op = self.operator(tree)
+            if PRECEDENCE[op] <= level:
+                return tree
             if op == self.tokens[-1] != "(":                    # f(x) keeps its bracket for the operand
                 self.tokens.pop()
             elif re.match(r"\.?\d", self.tokens[-1]) and operator_of(tree) in (None, "*"):
@@ -390,8 +398,6 @@ class Parser:
             if op == "^":
                 right_level -= 1                                # 2^3^2 is 2^(3^2)
             tree = self.combined(op, tree, self.formula(right_level))
-            op = self.operator(tree)
-        return tree
 
     def operator(self, tree):
         # Returns the operator that follows a tree. A number, a sum or a product before ( is no function.
@@ -513,30 +519,30 @@ class Reading:
     choice: str     # the b of B) 12, or None
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache
 def read(text):
     """Return the Reading of an answer."""
     if len(normalize("NFKC", text)) > 500:
         return Reading(text, {text}, set(), "", "", [], None)
     for pattern, replacement in CLEANING.items():
         text = re.sub(pattern, replacement, text)
-    left = LEFT.match(text)
+    left = re.match(LEFT, text)
     choice, name = left.groups(default="")
     # x_{1} is x_1, and y is f(x). A word does not count: area = 5 is A = 5.
     name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", name).replace("f(x)", "y")
     text = text[left.end():]
-    bare = UNIT.sub(r"\1", text)
+    bare = re.sub(UNIT, r"\1", text)
     unit = sorted(UNITS[word] for word in re.findall(r"\w+|/", text[len(bare):]) if word in UNITS)
-    digits = re.sub("[, ]", "", bare) if THOUSANDS.fullmatch(bare) else bare
+    digits = re.sub("[, ]", "", bare) if re.fullmatch(THOUSANDS, bare) else bare
     tree, steps = value(digits)
     values = {tree, value(text)[0]}
-    joined = JOINED.fullmatch(bare.replace(" ", ""))
+    joined = re.fullmatch(JOINED, bare.replace(" ", ""))
     if joined:
         # 3:07 is 03:07, and 1,000-2,000 is 1000-2000.
         tree = ":", re.sub(r"(?<![\d.,])0+(?=\d)|,(?=\d{3})", "", joined[0])
         values = {tree}
     elif tree is None:
-        tree = " ".join(TOKEN.findall(text)).lower()
+        tree = " ".join(re.findall(TOKEN, text)).lower()
         values.add(tree)
     elif isinstance(tree, Fraction):
         values.add(("%", tree / 100 if "%" in text else tree))

@@ -94,16 +94,12 @@ def fractions(rng, d):
         # A larger number is never subtracted, so that no value is negative.
         op = rng.choice("+*" if other > value else "+*-")
         text += f"{op}{other}"
-        top = value.numerator * other.numerator
         bottom = value.denominator * other.denominator
         if op != "*":
             bottom = math.lcm(value.denominator, other.denominator)
-            a = int(value * bottom)
-            b = int(other * bottom)
-            steps.append(f"{a}/{bottom}{op}{b}/{bottom}")
-            top = a + b if op == "+" else a - b
-        steps.append(f"{top}/{bottom}")
-        value = Fraction(top, bottom)
+            steps.append(f"{value * bottom}/{bottom}{op}{other * bottom}/{bottom}")
+        value = {"+": value + other, "-": value - other, "*": value * other}[op]
+        steps.append(f"{value * bottom}/{bottom}")
     return f"Compute {text}", steps, value
 
 
@@ -130,7 +126,7 @@ def polynomial_remainder(rng, d):
     last = nonzero(rng, -9 * d, 9 * d)
     coefficients = [value, *(scaled(rng, 9, d) for _ in range(d)), last]
     steps = [f"x={x}"]
-    # Horner's rule
+    # This is Horner's rule.
     for k in coefficients[1:]:
         steps += [f"{value}*{x}{term(k)}", f"{value * x}{term(k)}"]
         value = value * x + k

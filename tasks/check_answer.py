@@ -77,14 +77,9 @@ EDGES = " \t\r\n*`\"'“”"
 CHAIN = r"(?<![<>!=:])=(?![=>])(?:(?:(?!\b(?:and|or)\b|[,;，；]\D).)*(?<![<>!=:])=(?![=>]))?"
 # A line such as `Let x = 5` or `Step 2` has no answer. A text with a word, or with a sign that no formula
 # has, is wordy.
-<<<<<<< HEAD
-ASSUMPTION = re.compile(
-    r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设")
-WORDY = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}|#|^\{")
-=======
-ASSUMPTION = r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设"
+ASSUMPTION = (r"(?i)\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|"
+              "设|若|假设")
 WORDY = r"(?<![\\a-zA-Z])[^\W\d_]{3,}|#|^\{"
->>>>>>> 03394d9 (check_answer.py, generate_problems.py: regular expressions as texts, fractions without their parts)
 
 
 def extract_answer(text):

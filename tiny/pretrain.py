@@ -25,11 +25,7 @@ import os
 import random
 from collections import defaultdict
 
-<<<<<<< HEAD
-import runtime  # noqa: F401               before torch: it sets what torch reads
-=======
-import runtime                          # comes before torch, because it sets what torch reads
->>>>>>> 03394d9 (check_answer.py, generate_problems.py: regular expressions as texts, fractions without their parts)
+import runtime  # noqa: F401               It comes before torch, because it sets what torch reads.
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm

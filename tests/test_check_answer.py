@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from fractions import Fraction  # noqa: F401       a text that is evaluated names it
 
 import pytest
 

@@ -48,7 +48,7 @@ def fail(message):
     """End the process with a message on one line that its user can act on, and with exit code 2."""
     message = f"{os.path.basename(sys.argv[0])}: " + printable(message).replace("\n", r"\n")
     tell_launcher(message)
-    print(f"{message}\n", end="", file=sys.stderr)             # in one write, because all ranks print it
+    sys.stderr.write(f"{message}\n")                           # in one write, because all ranks do this
     sys.exit(2)
 
 

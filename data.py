@@ -49,7 +49,11 @@ def named_rows(s, split):
     of train_file aside: the rows with these prompts are "eval", the others "train". Raises ValueError if
     there are no such rows, or too few distinct problems.
     """
-    count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
+    count = s.eval_prompts
+    seed = 0
+    if split == "train":
+        count = s.train_prompts
+        seed = s.seed
     if s.task == "gsm8k":
         return spread(gsm8k_rows(split), count)
     if s.task == "file":
@@ -129,8 +133,8 @@ def spread(rows, count):
 def split_rows(s, split):
     # Returns the Rows of the user's files that are of this split.
     path = s.train_file
-    if split == "eval" and s.eval_file:
-        path = s.eval_file
+    if split == "eval":
+        path = s.eval_file or path
     # With an environment rows need no prompt, because its reset may give one.
     rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
     if s.eval_file:
@@ -144,7 +148,7 @@ def split_rows(s, split):
 @functools.lru_cache(maxsize=1)
 def file_rows(path, prompt_column="", answer_column="", chat=True, prompt_optional=False):
     # Returns all Rows of a file. It is read once for both splits.
-    answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
+    answer_columns = [answer_column] if answer_column else ANSWER_COLUMNS
     packed = []
     columns = {}
     split_places = {"train": [], "eval": []}
@@ -271,7 +275,9 @@ def answer_of(row, columns):
     truths = row | {"reward_model.ground_truth": in_reward_model}
     for column in columns:
         truth = truths.get(column)
-        values = truth if isinstance(truth, list) else [truth]
+        values = truth
+        if not isinstance(truth, list):
+            values = [truth]
         if values and all(map(is_answer, values)):
             return truth
         # What verl's form holds may be anything that a reward understands; then it is no answer.
@@ -464,10 +470,10 @@ def load_prompts(tokenizer, settings, tools=None):
 
 
 def shown_prompt(tokenizer, prompt):
-    # Returns a prompt as the model reads it, with its special tokens, cut in the middle, and its answer.
+    # Returns a prompt as the model reads it, with its special tokens, or the end of it; and its answer.
     text = tokenizer.decode(prompt.ids)
     if len(text) > 1000:
-        text = f"{text[:500]}\n... {len(text) - 1000} characters ...\n{text[-500:]}"
+        text = f"... {text[-1000:]}"
     lines = ["The model reads the first prompt as", *text.split("\n")]
     if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
         lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")

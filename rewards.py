@@ -48,7 +48,7 @@ NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
 def number_of(completion):
     """Return the number with which a completion ends as its answer, as a Fraction, or None."""
     match = NUMBER.search(content(completion))
-    return Fraction(match[1]) if match else None
+    return match and Fraction(match[1])
 
 
 def accuracy(prompts, completions, answer, **columns):
@@ -103,11 +103,11 @@ def load_reward(spec, task):
     completions and completion_ids. Raises ValueError if there is no such function, if its file raises, or if
     the package of math_verify is missing.
     """
-    if not spec and task.startswith("reasoning_gym:"):
-        # Only the runs that use the package import this.
-        from tasks.reasoning_gym import gym_score
-        return Reward("gym_score", gym_score)
     if not spec:
+        if task.startswith("reasoning_gym:"):
+            # Only the runs that use the package import this.
+            from tasks.reasoning_gym import gym_score
+            return Reward("gym_score", gym_score)
         return Reward("accuracy", TASK_REWARDS.get(task.partition(":")[0], exact_accuracy))
     if spec == "math_verify":
         load_from("math_verify:parse", "reward", "function")    # raises if the package is not installed
@@ -166,10 +166,10 @@ def verl_arguments(columns, i):
 
 def arguments_of(reward, function, columns, logs):
     # Returns the arguments for a call of the reward's function. logs: {name: function} of logging_into.
-    copied = {}
-    for key, values in columns.items():
-        # A reward that changes what it gets must not change the rows of the run.
-        copied[key] = values if key == "environments" else copy.deepcopy(values)
+    # A reward that changes what it gets must not change the rows of the run.
+    copied = {key: copy.deepcopy(values) for key, values in columns.items() if key != "environments"}
+    if "environments" in columns:
+        copied["environments"] = columns["environments"]
     name = f"reward {reward.name}"
     if reward.form == "TRL":
         copied["trainer_state"] = copied["trainer_state"][-1]
@@ -439,7 +439,9 @@ class Scorer:
         if all(r.problem for r in trial):
             raise ValueError(f"{trial[0].problem} for a made-up completion: reward={s.reward}, "
                              f"call_timeout={s.call_timeout:g}")
-        names = {self.environment} if self.environment else set()
+        names = set()
+        if self.environment:
+            names.add(self.environment)
         for name, results in sources:
             counting = set()
             for result in results:

@@ -4,19 +4,19 @@ and how its answers are scored. config/shared.py imports them for the training s
 """
 # ------------------------------------------------------------------------------------------------------------
 # prompts
-prompt_column = ""              # the column of your file with the prompt, where a text becomes a user's
-                                # message; if empty, prompt, messages or conversations
+prompt_column = ""              # the column of your file that holds the prompt, where a text becomes a
+                                # user's message; if empty, prompt, messages or conversations
 answer_column = ""              # the column that holds the answer; if empty, answer, ground_truth or solution
 chat = True                     # apply the chat template to messages; False joins them, for base models
 system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
 chat_template = ""              # a file with a Jinja template that takes the place of the tokenizer's
-chat_template_kwargs = ""       # a JSON object of what the template takes: {"enable_thinking": false}
+chat_template_kwargs = ""       # arguments of the template, as JSON: {"enable_thinking": false}
 # reward
-reward_errors = "stop"          # what a call that raises does: stop the run; unscored, its completion gets no
-                                # score; or zero, it scores 0. A call that takes too long, or has no time to
-                                # begin, never stops the run: with stop its completion gets no score, too
-reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; one
-                                # that is not named has the weight 1
+reward_errors = "stop"          # when a reward raises, stop ends the run, unscored leaves the completion
+                                # without a score, and zero scores it 0. A call that takes too long, or has no
+                                # time to begin, does not end the run: with stop it counts as unscored
+reward_weights = ""             # name:weight,... of rewards, their parts, an environment or reward_model; all
+                                # other names have the weight 1
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
 tools = ""                      # file.py:function,... that the model may call, with or without an environment

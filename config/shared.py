@@ -12,9 +12,9 @@ reward_model = ""               # a folder or hub id of a sequence-classificatio
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own
 logprob_gap = 0.0               # nats: the run stops if the mean |trainer - engine| is larger than this, or
-                                # |mean of trainer - engine| than half of it; 0 stands for 1e-3; in 16
-                                # bits for three times the first step's mean, at least 0.05, and for 0.15 in
-                                # that step
+                                # |mean of trainer - engine| than half of it. In float32, 0 stands for 1e-3.
+                                # In 16 bits it stands for 0.15 in the first step, and in later steps for
+                                # three times the first step's mean, but at least for 0.05
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights

@@ -35,7 +35,9 @@ atexit.register(closing.close)
 
 def source_of(spec):
     """Return where a spec loads from: a module, or a file's path in STARTED_IN or else in the project."""
-    path = spec if spec.endswith(".py") else spec.rpartition(":")[0]
+    path = spec
+    if not spec.endswith(".py"):
+        path = spec.rpartition(":")[0]
     if not path.endswith(".py"):
         return path
     here = os.path.join(STARTED_IN, path)

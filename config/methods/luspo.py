@@ -1,5 +1,5 @@
-"""LUSPO (Liu et al. 2026, https://arxiv.org/abs/2602.05261): GSPO's loss of a sequence times its length, so
-that a long sequence's tokens have the weight of a short one's. The bounds are GSPO's.
+"""LUSPO (Liu et al. 2026, https://arxiv.org/abs/2602.05261) multiplies GSPO's loss of a sequence by its
+length, so that the tokens of long and of short sequences have the same weight. The bounds are GSPO's.
 
 TRL:  importance_sampling_level=sequence, loss_type=luspo, epsilon=3e-4, epsilon_high=4e-4
 verl: none

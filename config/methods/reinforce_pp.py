@@ -1,7 +1,7 @@
 """REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262). Each prompt has one completion, and the
 only baseline is the mean of the batch: A = r - KL, whitened over all tokens of the batch, with PPO's
-clipping. In the paper a token's reward loses the KL of that token and of the later ones, here that of the
-completion.
+clipping. In the paper the KL of a token and of all later tokens is taken off the token's reward; here the KL
+of the whole completion is.
 
 TRL:  RLOOTrainer with normalize_advantages=True is close
 verl: adv_estimator=reinforce_plus_plus, rollout.n=1, use_kl_in_reward=True, kl_penalty=kl

@@ -1,5 +1,5 @@
-"""A tool: arithmetic that the model gets wrong in its head and could leave to a calculator. docs/episodes.md
-has the results.
+"""Episodes with a tool: the model gets this arithmetic wrong in its head and can leave it to a calculator.
+docs/episodes.md has the results.
 
 The model has seen the tool used in one problem out of five.
 """

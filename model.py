@@ -230,10 +230,10 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 
 # ---------------------------------------------------------------- loading and sharding
 
-def open_folders(s, longest, clock=None):
+def open_folders(settings, longest, clock=None):
     """Read what a run needs from its models' folders before it loads weights.
 
-    s: a script's settings. longest: the number of tokens in its longest row. clock: see load_tokenizer. The
+    settings: a script's. longest: the number of tokens in its longest row. clock: see load_tokenizer. The
     result has the attributes
         policy       a folder or hub id
         reference    the same, if the script has the setting reference_model
@@ -244,16 +244,16 @@ def open_folders(s, longest, clock=None):
         note         see end_note; empty if prompts are no messages
     Raises ValueError for a model that cannot be trained, or that does not read the policy's tokens.
     """
-    policy = check_trainable(s.model, length=longest)
-    tokenizer = load_tokenizer(policy, settings=s, clock=clock)
+    policy = check_trainable(settings.model, length=longest)
+    tokenizer = load_tokenizer(policy, settings=settings, clock=clock)
     folders = SimpleNamespace(policy=policy, tokenizer=tokenizer)
     for kind in ("reference", "critic"):
         key = f"{kind}_model"
-        if hasattr(s, key):
-            setattr(folders, kind, check_reader(key, getattr(s, key), policy, tokenizer, longest))
+        if hasattr(settings, key):
+            setattr(folders, kind, check_reader(key, getattr(settings, key), policy, tokenizer, longest))
     folders.eos_ids = distributed.from_master(end_tokens(policy, tokenizer))    # a hub may fail a rank
     folders.suits = getattr(read_config(policy), "suits", {})
-    folders.note = s.chat and end_note(tokenizer, folders.eos_ids)
+    folders.note = settings.chat and end_note(tokenizer, folders.eos_ids)
     return folders
 
 
@@ -271,13 +271,13 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
     ValueError for a model that cannot be loaded, or whose logprobs would not be those that transformers
     computes. A collective.
     """
-    what = f"model={path}"
+    label = f"model={path}"
 
     def read():
         config = AutoConfig.from_pretrained(path)
-        return Policy(read_model(what, model_class(config), path, config))
+        return Policy(read_model(label, model_class(config), path, config))
 
-    policy = on_all_ranks(what, read, sequence_group).requires_grad_(trained)
+    policy = on_all_ranks(label, read, sequence_group).requires_grad_(trained)
     if adapter or not trained:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -312,30 +312,31 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
 
     transformers' class for token classification reads its checkpoints as well, if the family has one.
     """
-    what = f"critic_model={path}"
+    label = f"critic_model={path}"
 
     def read():
-        with reading(f"{what}: its config"):                    # a run without a critic saves none
+        with reading(f"{label}: its config"):                    # a run without a critic saves none
             config = AutoConfig.from_pretrained(path, num_labels=1)
-        hf = read_model(what, model_class(config), path, config, has_head=False)
-        hf.score = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
+        hf = read_model(label, model_class(config), path, config, has_head=False)
+        hf.score = read_model(label, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
         return Critic(hf)
 
-    critic = on_all_ranks(what, read, sequence_group)
+    critic = on_all_ranks(label, read, sequence_group)
     return shard(critic, mesh, dtype, gradient_checkpointing, torch_compile)
 
 
-def on_all_ranks(what, read, sequence_group):
+def on_all_ranks(label, read, sequence_group):
     """Return the Policy or Critic that read() returns on rank 0, on every rank, after it was compared there.
 
     On the other ranks its parameters are on the meta device, without numbers. A ValueError of rank 0 is
-    raised on every rank. sequence_group: the ranks that share each of its rows, or None. A collective.
+    raised on every rank. label: the beginning of its message, such as "model=tiny". sequence_group: the ranks
+    that share each of its rows, or None. A collective.
     """
     result = None                           # a copy of the network without numbers, or the ValueError
     if dist.get_rank() == 0:
         try:
             network = read()
-            network.packed = check_same(what, network, sequence_group.size() if sequence_group else 1)
+            network.packed = check_same(label, network, sequence_group.size() if sequence_group else 1)
             replaced = {}                   # as deepcopy takes it: {id of an object: the copy of it}
             for x in network.parameters():
                 replaced[id(x)] = nn.Parameter(x.detach().to("meta"), x.requires_grad)
@@ -457,7 +458,7 @@ def set_rates(optimizer, name, step, steps, kind, warmup):
 
 
 @torch.no_grad()
-def check_same(what, network, P):
+def check_same(label, network, P):
     """Compare a network with transformers; return whether one of its rows may hold several sequences.
 
     network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
@@ -475,21 +476,21 @@ def check_same(what, network, P):
             if gap < CLOSE:                                             # False if it is NaN
                 break
     except Exception as error:
-        raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
+        raise ValueError(f"{label}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
     if not gap < CLOSE:
-        raise ValueError(f"{what}: computed here it differs from what transformers computes by {gap:.2g} "
+        raise ValueError(f"{label}: computed here it differs from what transformers computes by {gap:.2g} "
                          "of the largest value, so another model would be trained")
     if not packed and P > 1:
-        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
+        raise ValueError(f"{label}: sequence_parallel_size={P} cannot be used: layers other than attention "
                          "read earlier tokens, and on each rank they would see only its part of a row")
     for layer in getattr(config, "per_layer_config", [config]):         # layers may differ, as in Gemma 4
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(layer, key, None) or P
             if heads % P:
-                raise ValueError(f"{what}: sequence_parallel_size={P} does not divide {key}={heads}")
+                raise ValueError(f"{label}: sequence_parallel_size={P} does not divide {key}={heads}")
     if not packed:
-        print(f"{what}: in a packed row its sequences would see each other, so each sequence gets a row of "
+        print(f"{label}: in a packed row its sequences would see each other, so each sequence gets a row of "
               "its own, padded to the longest, which takes longer", file=sys.stderr)
     return packed
 

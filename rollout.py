@@ -162,16 +162,17 @@ def engine_class(engine):
     return HFEngine
 
 
-def load_engine(s, model, dtype, max_length, eos_ids, apart=False):
+def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     """Return the engine of a script's settings, with a model from a folder or hub id.
 
     max_length: the tokens of the longest row. eos_ids: the tokens that end an answer. apart: whether no
     trainer uses this engine's device. Raises ValueError if the engine cannot run the model.
     """
-    kind = engine_class(s.engine)
+    kind = engine_class(settings.engine)
     try:
-        return kind(model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
-                    getattr(s, "vllm_tensor_parallel_size", 1), apart, getattr(s, "in_flight", False))
+        return kind(
+            model, dtype, max_length, eos_ids, settings.vllm_gpu_memory_utilization,
+            getattr(settings, "vllm_tensor_parallel_size", 1), apart, getattr(settings, "in_flight", False))
     except Exception as error:
         raise ValueError(f"engine={kind.name} cannot run {model}, the other engine may: "
                          f"{error!r:.300}") from error

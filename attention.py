@@ -32,8 +32,8 @@ def kernel_takes(query, value):
     size = query.shape[-1]
     size_fits = size % 8 == 0 and size <= 256 and value.shape[-1] == size
     dtype_fits = query.dtype in (torch.bfloat16, torch.float16)
-    return (len(query) == 1 and size_fits and dtype_fits
-            and torch.cuda.get_device_capability(query.device) >= (8, 0))
+    device_fits = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return len(query) == 1 and size_fits and dtype_fits and device_fits
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling, segments=None, cut=None,
@@ -47,7 +47,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
     Raises ValueError for any tensor that it does not know.
     """
-    for name, argument in {"attention_mask": attention_mask, **others}.items():
+    others["attention_mask"] = attention_mask
+    for name, argument in others.items():
         if isinstance(argument, torch.Tensor):          # the model's own; transformers makes no mask (below)
             raise ValueError(f"its attention depends on {name}, which is not supported")
     if segments is None:
@@ -58,7 +59,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
         key = exchange(key, cut.group)
         value = exchange(value, cut.group)
         if s_aux is not None:
-            s_aux = s_aux.chunk(cut.group.size())[cut.group.rank()]
+            s_aux_of_ranks = s_aux.chunk(cut.group.size())
+            s_aux = s_aux_of_ranks[cut.group.rank()]
     if segments.places is not None:
         if "places" not in segments.made:
             segments.made["places"] = torch.from_numpy(segments.places).to(query.device)
@@ -152,7 +154,8 @@ class Pick(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.new_zeros(ctx.length, gradient.shape[1], dtype=wide)
-        return total.index_add_(0, places, gradient.to(wide)).to(gradient.dtype), None
+        total.index_add_(0, places, gradient.to(wide))
+        return total.to(gradient.dtype), None
 
 
 def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=None):
@@ -170,8 +173,8 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
         scores = softcap * (scores / softcap).tanh()
     scores = scores + mask
     if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=3)
+        column = sinks.float().view(1, -1, 1, 1)
+        scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], dim=3)
     weights = scores.softmax(3)[..., :key.shape[2]]
     return weights.to(value.dtype) @ value
 
@@ -243,9 +246,9 @@ def exchange(x, group):
     Before attention a are the heads and b the tokens. After attention a are the tokens and b the heads. The
     gradient is exchanged back. A collective of the group.
     """
-    parts = torch.stack(x.chunk(group.size(), 1))                               # one for each rank
-    parts = all_to_all_single_autograd(parts, None, None, group)                # one from each rank
-    return torch.cat(parts.unbind(), 2)
+    sent = torch.stack(x.chunk(group.size(), 1))                        # a part for each rank
+    received = all_to_all_single_autograd(sent, None, None, group)      # a part from each rank
+    return torch.cat(received.unbind(), 2)
 
 
 # No mask function is registered by this name, so transformers makes no mask.

@@ -84,7 +84,8 @@ def prefix_order(rollouts, chosen):
     all that is computed. shared: how many of its first tokens the rollout before it in the list has as well.
     """
     # Sorting by bytes is another order than by token ids, but it puts equal beginnings together as well.
-    ids, keys = {}, {}
+    ids = {}
+    keys = {}
     for s in chosen:
         ids[s] = rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1]
         keys[s] = ids[s].tobytes()
@@ -119,7 +120,8 @@ def deal(rollouts, chosen, num_ranks):
         if shared < rollouts[s].spans[0, 0]:                    # its prompt is not that of the one before
             groups.append([])
         groups[-1].append((s, size, shared))
-    best_shares, lightest = None, math.inf
+    best_shares = None
+    lightest = math.inf
     piece_size = max(map(len, groups), default=1)               # in rollouts
     while piece_size:
         pieces = []
@@ -127,7 +129,8 @@ def deal(rollouts, chosen, num_ranks):
             pieces += [group[i:i + piece_size] for i in range(0, len(group), piece_size)]
         shares, heaviest = largest_first(pieces, num_ranks)
         if heaviest < lightest:
-            best_shares, lightest = shares, heaviest
+            best_shares = shares
+            lightest = heaviest
         piece_size //= 2
     return best_shares
 
@@ -201,7 +204,8 @@ def micro_batch(rollouts, members, multiple):
     ids, positions, seen = [], [], []           # of each segment: its tokens, their positions, what they see
     T = 0
     places = np.arange(0)
-    index, targets = [places], [places]
+    index = [places]
+    targets = [places]
     for s, size, shared in members:
         r = rollouts[s]
         # The place of each of its tokens in the row. The shared ones stand where the member before has them.

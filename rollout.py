@@ -121,7 +121,8 @@ def as_arrays(rollouts):
     array of numbers, nor a number of NumPy, nor a value that JSON holds. In rows and completions a date, say,
     becomes text.
     """
-    arrays, records = {}, []                # a record has the fields of a rollout that are no arrays
+    arrays = {}
+    records = []                            # for each rollout its fields that are no arrays, by name
     for i, r in enumerate(rollouts):
         record = {}
         for key, value in vars(r).items():
@@ -227,7 +228,8 @@ class Sampler:
         if temperature is None:
             temperature = s.temperature
         # Only evaluate_model.py has the settings top_p and top_k.
-        top_p, top_k = getattr(s, "top_p", 1.0), getattr(s, "top_k", 0)
+        top_p = getattr(s, "top_p", 1.0)
+        top_k = getattr(s, "top_k", 0)
         return seeds, (length or s.max_completion_length, temperature, top_p, top_k)
 
 
@@ -329,7 +331,8 @@ class VLLMEngine(Engine):
     On a GPU it sleeps while the trainer works, which frees its memory, unless requests are in flight or it is
     `apart`: on a device that no trainer uses.
     """
-    name, naming = "vllm", "checkpoint"
+    name = "vllm"
+    naming = "checkpoint"
     PARTS = "weights", "kv_cache"               # of vLLM's memory, which can sleep
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
@@ -426,8 +429,10 @@ class VLLMEngine(Engine):
         self.aborted += names
 
     def step(self):
-        requests, aborted = self.added, self.aborted
-        self.added, self.aborted = [], []
+        requests = self.added
+        aborted = self.aborted
+        self.added = []
+        self.aborted = []
         self.group.broadcast_object((self.version, requests, aborted))      # for the other ranks, in serve
         return self._step(requests, aborted)
 
@@ -496,7 +501,9 @@ class HFEngine(Engine):
     A step answers all queued requests completely, or the first max_seqs of them if there are more. The
     arguments are those of VLLMEngine. gpu_memory_utilization, tensor_parallel_size and apart have no effect.
     """
-    name, naming, allocated = "hf", "module", 0
+    name = "hf"
+    naming = "module"
+    allocated = 0
     max_seqs = 256           # how many requests a step answers at most
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
@@ -549,7 +556,8 @@ class HFEngine(Engine):
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]
             if t == 0:
                 cache.reorder_cache(row_of)
-                logits, mask = logits[row_of], mask[row_of]                                     # [R, …]
+                logits = logits[row_of]                                                         # [R, V]
+                mask = mask[row_of]
             tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], *sampling)
             lengths += alive
             alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < max_tokens)
@@ -557,16 +565,17 @@ class HFEngine(Engine):
                 break
             # Once half of the rows have ended, only the others are computed.
             if 2 * alive.sum() <= len(rows):
-                still = alive[rows].nonzero()[:, 0]
-                rows, mask = rows[still], mask[still]
-                cache.reorder_cache(still)
+                places = alive[rows].nonzero()[:, 0]
+                rows = rows[places]
+                mask = mask[places]
+                cache.reorder_cache(places)
             ids = tokens[rows, t][:, None]
             mask = F.pad(mask, (0, 1), value=1)
         answers = []
-        for request, length, ids, logps in zip(
+        for request, length, sampled, logps in zip(
                 requests, lengths.tolist(), tokens.tolist(), logprobs.tolist()):
-            finish_reason = "stop" if ids[length - 1] in self.eos_ids else "length"
-            answers.append(self._answer(request.name, ids[:length], logps[:length], finish_reason))
+            finish_reason = "stop" if sampled[length - 1] in self.eos_ids else "length"
+            answers.append(self._answer(request.name, sampled[:length], logps[:length], finish_reason))
         return answers
 
     @torch.no_grad()

@@ -122,6 +122,9 @@ def opening(run, policy, data_note, updates):
         if key in run.state and value != run.state["settings"].get(key):
             lines.append(f"{key}={value} is not read: the run goes on with {key}={run.state[key]} of its "
                          "state")
+    if s.call_workers and (s.environment or s.tools or s.agent):
+        lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "
+                     "for bit")
     if run.resumed:
         lines.append(f"resumes {run.resumed}")
     if getattr(s, "loss_type", "") in BOUNDED and s.epsilon == 0.2 and s.epsilon_high in (0.2, 0.28):

@@ -211,7 +211,7 @@ def test_the_kl_is_taken_off_the_rewards_of_tokens_too(folder, teacher, reward_f
 
 def test_wrong_completions_that_the_policy_has_left_are_masked(folder, reward_file, tmp_path):
     """DeepSeek-V3.2's equation, with an engine whose logprobs are off for every other completion."""
-    script = changed(tmp_path, ("    with log.timed(\"reward\"):\n", "    for r in own_rollouts[1::2]:\n"
+    script = changed(tmp_path, ("    with log.timed(\"reward\"):\n", "    for r in my_rollouts[1::2]:\n"
                                 "        r.logprobs = r.logprobs + 0.2\n    with log.timed(\"reward\"):\n"),
                      diff=diff_with("mask_above"))
     arguments = small(folder, reward_file, "--max_steps=1", "--mask_above=0.19", "--logprob_gap=1",

@@ -27,7 +27,7 @@ def test_the_loop_of_grpo_is_short_and_plain():
     source = (Path(ROOT) / "train_grpo.py").read_text()
     (loop,) = [node for node in ast.parse(source).body if isinstance(node, ast.For)]
     assert ast.unparse(loop.target) == "step" and 60 < loop.end_lineno - loop.lineno + 1 <= 130
-    assert sum(isinstance(node, ast.If) for node in ast.walk(loop)) <= 10
+    assert sum(isinstance(node, ast.If) for node in ast.walk(loop)) <= 12
 
 
 def test_grpo_has_few_settings_of_its_own():

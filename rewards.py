@@ -3,7 +3,7 @@
     load_reward          finds the task's own reward, math_verify, or a function of yours ("file.py:function")
     score_completions    calls a reward on completions, in the process that runs your code
     apply_reward_errors  decides what happens when a reward raises or takes too long
-    Scorer               scores rollouts by what a run's settings name; what a score is made of stands there
+    Scorer               scores rollouts by what a run's settings name; its docstring says how parts add up
 """
 import bisect
 import copy
@@ -79,9 +79,9 @@ TASK_REWARDS = {"algebra": accuracy, "arithmetic": accuracy}
 class Reward:
     """A reward function, and how it is called."""
     name: str                   # the name under which it is logged
-    function: object = None     # None if the process that calls it loads it
-    spec: str = ""              # file.py:function, from which it is loaded
-    form: str = "TRL"           # whose arguments it takes: TRL, verl (one completion's), or verl batch
+    function: object = None     # the function; None if the process that calls it has to load it from spec
+    spec: str = ""              # file.py:function
+    form: str = "TRL"           # the arguments that it takes: TRL, verl (for one completion), or verl batch
     at_once: bool = False       # it is async: each completion has a call, and many calls run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
     batch_failed: bool = False  # a call for several completions has failed, so each now has a call of its own
@@ -131,7 +131,8 @@ def load_reward(spec, task):
 
 
 def columns_of(rollouts, settings):
-    """Return the columns that a reward may take, as in TRL; those of the data set that all rows have."""
+    """Return the columns that a reward may take, as in TRL. Of the data set's columns these are the ones that
+    all rows have."""
     rows = [r.row for r in rollouts]
     columns = {}
     for key in rows[0]:
@@ -165,14 +166,15 @@ def verl_arguments(columns, i):
 
 
 def arguments_of(reward, function, columns, logs):
-    # Returns the arguments for a call of the reward's function. logs: {name: function} of logging_into.
+    # Returns the arguments for a call of the reward's function. logs: {name: function}, by which the function
+    # may log. `accepted` leaves out what the function does not take; verl's functions get logs only by name.
     # A reward that changes what it gets must not change the rows of the run.
     copied = {key: copy.deepcopy(values) for key, values in columns.items() if key != "environments"}
     if "environments" in columns:
         copied["environments"] = columns["environments"]
     name = f"reward {reward.name}"
     if reward.form == "TRL":
-        copied["trainer_state"] = copied["trainer_state"][-1]
+        copied["trainer_state"] = copied["trainer_state"][-1]   # TRL has one for all completions
         return accepted(function, copied | logs, name)
     rows = [verl_arguments(copied, i) for i in range(len(columns["completions"]))]
     if reward.form == "verl":
@@ -361,8 +363,8 @@ class Scorer:
 
     The weights are those of reward_weights, or 1. If the settings name neither a reward nor an environment
     that gives rewards, the reward is the task's own. A rollout has no score (NaN) if no source gave anything,
-    if its episode failed, if the reward model could not score it, or if a reward failed; a reward does no
-    harm if the weights of its parts are 0, or if reward_errors is "zero" (see apply_reward_errors).
+    if its episode failed, if the reward model could not score it, or if a reward failed. It keeps its score if
+    the failed reward's parts have the weight 0, or if reward_errors is "zero" (see apply_reward_errors).
 
     A rollout also gets `rewards`, {index of a sampled token: the part of the score that this token earned}.
     The scores of steps and turns belong to tokens of their own, and the remainder goes to the last token.
@@ -404,7 +406,7 @@ class Scorer:
             # Only the runs that use a reward model import this.
             from runtime.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
-        # If so, the answers are numbers, and no code of the user's runs that might hang or raise.
+        # Such a run only compares numbers, and runs no code of the user's that might hang or raise.
         self.only_accuracy = self.rewards == [(Reward("accuracy", accuracy), None)] and not (
             self.model or self.weights or player.make)
         if not (self.rewards or self.episode_rewards or self.model or self.environment):
@@ -448,7 +450,7 @@ class Scorer:
                 counting.update(counted(result.parts))
             # A reward that returned None twice may still have a part of its name.
             names |= counting or {name}
-        # A call that failed for made-up completions may do for others.
+        # A call that has failed for made-up completions may succeed for others.
         for reward, _ in self.rewards:
             reward.batch_failed = False
         # An agent that fails in the trial is not scored, so its parts are not known yet.

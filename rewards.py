@@ -363,8 +363,8 @@ class Scorer:
 
     The weights are those of reward_weights, or 1. If the settings name neither a reward nor an environment
     that gives rewards, the reward is the task's own. A rollout has no score (NaN) if no source gave anything,
-    if its episode failed, if the reward model could not score it, or if a reward failed. It keeps its score if
-    the failed reward's parts have the weight 0, or if reward_errors is "zero" (see apply_reward_errors).
+    if its episode failed, if the reward model could not score it, or if a reward failed. But the failure of a
+    reward whose parts have the weight 0 does not count, and with reward_errors=zero the parts are 0.
 
     A rollout also gets `rewards`, {index of a sampled token: the part of the score that this token earned}.
     The scores of steps and turns belong to tokens of their own, and the remainder goes to the last token.

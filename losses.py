@@ -10,6 +10,7 @@ hidden state one position before it. A per-sequence tensor has the shape [N]: it
 of P prompts, and the completions of a prompt are adjacent. Only `logp` and `value` carry gradients.
 """
 import math
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 #   rewards: for each completion a dict {index of a sampled token: the part of the score that this token
 #   earned}. The parts add up to the score, also after a KL or a penalty was taken off it (see shaped).
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
-# reinforce++_baseline.
+# reinforce++_baseline, and from grpo_process and turns if its completions have several rewards.
 
 def in_groups(values, num_generations):
     """Return values [N] as [P, G]. Raises ValueError if N is no multiple of G."""
@@ -122,7 +123,14 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
     """Return {s: [len]}: a token's advantage is the sum of the normalised rewards at it and after it. A
     reward is normalised to (reward - mean) / (std + 1e-4) over all rewards of the prompt's completions. If
     each completion has one reward, at its last token, this is grpo. Rewards belong to the steps of an answer
-    or to the turns of an episode. Shao et al. 2024, section 4.1.3."""
+    or to the turns of an episode. Shao et al. 2024, section 4.1.3.
+
+    With several rewards this is biased, because every further turn subtracts the mean once more. If the mean
+    reward is positive, completions that end early are favoured over those that end late with the same score;
+    if it is negative, it is the other way round. On the two turns of bench/unbiased.py the expected gradient
+    is 38 degrees off and pushes towards ending early, where the gradient of the mean return pushes towards
+    going on. `turns` has no such bias.
+    """
     adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
     for first in range(0, len(scores), num_generations):
         group = {}                                                # {(s, token): reward} of one prompt
@@ -134,6 +142,42 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
         normalised = grpo(values, max(1, len(values)))
         for (s, token), value in zip(group, normalised.tolist()):
             adv[s][:token + 1] += value
+    return adv
+
+
+def turns(scores, num_generations, *, lengths, rewards, **_):
+    """Return {s: [len]}: a token's advantage is the return to go of its turn, minus the mean return to go of
+    the prompt's other completions in the turn of the same number. If no other one got that far, 0 is
+    subtracted.
+
+    A turn ends at a token with a reward. The tokens after the last reward are a turn with reward 0, so that
+    ending early is compared with going on. The return to go is the sum of the rewards of this turn and of the
+    later ones. If each completion has one reward, at its last token, this is rloo. It never divides by a std.
+
+    As in rloo, the number that is subtracted depends on other completions alone. In expectation the gradient
+    is therefore that of the mean return, as long as the number of a token's turn does not depend on what is
+    sampled later. bench/unbiased.py enumerates this for small problems.
+    Example: rewards [{0: 1, 2: 2}, {1: 1}], G = 2, lengths [3, 2] -> [[2, 2, 2], [-2, -2]].
+    """
+    adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
+    for first in range(0, len(scores), num_generations):
+        scored = [s for s in range(first, first + num_generations) if not scores[s].isnan()]
+        if len(scored) < 2:
+            continue                                              # there is nothing to compare with
+        reached = defaultdict(dict)                               # {turn: {(s, its last token): return to go}}
+        for s in scored:
+            token_rewards = {len(adv[s]) - 1: 0.0} | rewards[s]
+            to_go = 0.0
+            for turn, token in reversed([*enumerate(sorted(token_rewards))]):
+                to_go += token_rewards[token]
+                reached[turn][s, token] = to_go
+        # From the last turn to the first, because each one also writes to all tokens before it.
+        for turn in sorted(reached, reverse=True):
+            turn_adv = torch.tensor([*reached[turn].values()], dtype=torch.float64)
+            if len(turn_adv) > 1:
+                turn_adv = rloo(turn_adv, len(turn_adv))
+            for (s, token), value in zip(reached[turn], turn_adv.tolist()):
+                adv[s][:token + 1] = value
     return adv
 
 
@@ -150,6 +194,7 @@ ADVANTAGES = {
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     "grpo_process": grpo_process,
+    "turns": turns,
     "none": none,
 }
 

@@ -70,8 +70,8 @@ in_flight = False               # new weights enter in the middle of completions
 vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may take, where it runs alone
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo,
-                                # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
+                                # grpo_process (favours early ends), turns, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
                                 # each score, k1_advantage from each token's advantage (on-policy

@@ -63,8 +63,8 @@ overlong_buffer = 12            # tokens before max_completion_length over which
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo,
-                                # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
+                                # grpo_process (favours early ends), turns, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
                                 # each score, k1_advantage from each token's advantage (on-policy

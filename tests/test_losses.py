@@ -19,11 +19,11 @@ def seeded():
 # ---------------------------------------------------------------- advantages
 
 KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++", "reinforce++_baseline", "grpo_process",
-         "none"]
+         "turns", "none"]
 # Those that docs/recipes.md adds, which this file tests where they have been added.
 ADDED = [kind for kind in ("opo", "pass_at_k", "remax") if kind in losses.ADVANTAGES]
 KINDS += ADDED
-OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "grpo_process", *ADDED[:2]]  # nothing but the group's rewards matters
+OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "grpo_process", "turns", *ADDED[:2]]  # nothing but the group's rewards matters
 ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="docs/recipes.md adds remax and gdpo")
 
 
@@ -64,7 +64,7 @@ def slow_advantages(rewards, G, kind, lengths=None, greedy=None, pass_k=2):
                 result.append(r - mean)
             elif kind == "grpo_batch":
                 result.append((r - mean) / (statistics.stdev(every) + 1e-4))
-            elif kind == "rloo":
+            elif kind in ("rloo", "turns"):
                 others = [group[j] for j in scored if j != i]
                 result.append(r - sum(others) / len(others) if others else 0.0)
             elif kind == "opo":
@@ -260,6 +260,64 @@ def test_rewards_of_steps():
     alone = losses.ADVANTAGES["grpo_process"](scores[4:], 2, lengths=torch.tensor(lengths[4:]),
                                               rewards=given[4:])
     assert not alone[0].any() and not alone[1].any()
+
+
+def slow_turns(rewards, lengths, unscored, G):
+    """In loops, token by token: what is still to come, minus what was still to come for others at that turn."""
+    def turn(s, token):
+        return sum(t < token for t in rewards[s])
+
+    def to_go(s, token):
+        return sum(reward for t, reward in rewards[s].items() if t >= token)
+
+    result = {s: [0.0] * length for s, length in enumerate(lengths)}
+    for s, length in enumerate(lengths):
+        others = [o for o in range(s - s % G, s - s % G + G) if o != s and o not in unscored]
+        if s in unscored or not others:
+            continue
+        for token in range(length):
+            there = []
+            for o in others:
+                reached = [t for t in range(lengths[o]) if turn(o, t) == turn(s, token)]
+                if reached:
+                    there.append(to_go(o, reached[0]))
+            result[s][token] = to_go(s, token) - (sum(there) / len(there) if there else 0.0)
+    return result
+
+
+@pytest.mark.parametrize("G", [2, 3, 6])
+def test_turns(G):
+    """Against loops, for rewards at any tokens, in any order, and completions without a score."""
+    lengths = torch.randint(1, 12, (20 * G,))
+    rewards, unscored = [], set()
+    for s, length in enumerate(lengths.tolist()):
+        chosen = torch.randperm(length)[:torch.randint(0, length + 1, ())].tolist()
+        rewards.append({token: torch.randn(()).double().item() for token in chosen})
+        if torch.rand(()) < 0.25:
+            unscored.add(s)
+    scores = torch.tensor([math.nan if s in unscored else sum(own.values()) for s, own in enumerate(rewards)])
+    given = [dict(own) for own in rewards]
+    for s in unscored:                                            # as losses.shaped leaves them
+        rewards[s] = {lengths[s].item() - 1: math.nan}
+    adv = losses.ADVANTAGES["turns"](scores, G, lengths=lengths, rewards=rewards)
+    expected = slow_turns(given, lengths.tolist(), unscored, G)
+    assert len(unscored) > 2 and adv.keys() == expected.keys()
+    for s, own in adv.items():
+        assert own.dtype == torch.float32 and own.tolist() == pytest.approx(expected[s], abs=1e-6), s
+
+
+def test_turns_by_hand():
+    """Two turns and one; then an answer that ends where another one goes on; then one that is compared with none."""
+    lengths = torch.tensor([3, 2, 1, 4, 2, 3])
+    rewards = [{0: 1.0, 2: 2.0}, {1: 1.0}, {0: 0.5}, {0: 0.5, 2: 3.0}, {1: 1.0}, {2: math.nan}]
+    scores = torch.tensor([3.0, 1, 0.5, 3.5, 1, math.nan])
+    adv = losses.ADVANTAGES["turns"](scores, 2, lengths=lengths, rewards=rewards)
+    assert [own.tolist() for own in adv.values()] == [
+        [2, 2, 2], [-2, -2], [-3], [3, 3, 3, 0], [0, 0], [0, 0, 0]]
+    # The last token of an answer that stops after its reward is compared with the turn of one that goes on.
+    rewards = [{0: 0.5}, {0: 0.5, 1: 3.0}]
+    adv = losses.ADVANTAGES["turns"](scores[2:4], 2, lengths=torch.tensor([2, 3]), rewards=rewards)
+    assert [own.tolist() for own in adv.values()] == [[-3, -3], [3, 3, 0]]
 
 
 def test_what_is_taken_off_a_score_is_taken_off_its_last_reward():

@@ -220,7 +220,6 @@ RULES = (
     (lambda agent, environment, tools, system_prompt, max_turns:
      not agent or not (environment or tools or system_prompt or max_turns),
      ": environment, tools, system_prompt and max_turns are the agent's own"),
-    (lambda agent, rollout_ranks: not agent, ": train_async.py plays no agents"),
     # ranks
     (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
      " does not divide the {samplers} ranks that sample"),

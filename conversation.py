@@ -23,6 +23,7 @@ class Conversation:
     spans       a pair (start, end) for each turn: the policy sampled ids[start:end]
     logprobs    the engine's logprob of each sampled token
     versions    {index of a sampled token: the version of the weights that sampled from there on}
+    row_starts  as in rollout.Rollout; a conversation is one row, until an AgentSession joins several
 
     A method puts a new list into the place of an old one and changes none. So a copy.copy() of a conversation
     can go on in another way, and leaves the original as it is.
@@ -37,6 +38,7 @@ class Conversation:
         self.spans = []
         self.logprobs = []
         self.versions = {}
+        self.row_starts = [(0, 0)]
 
     def request(self, turn):
         """Return the Request for the next turn, which may take all tokens that are left.

@@ -8,8 +8,8 @@ Agents: programs that play episodes by asking the policy, through an OpenAI-comp
 The process whose engine steps serves the endpoint in a thread and answers the requests of all episodes
 together; the key says which episode speaks. A request whose messages continue an earlier one of its episode,
 with the answer as it was returned, continues that row of tokens, where all that was sampled stays as it was.
-Any other request begins a row of its own. The longest row of an episode is trained, and the others are not.
-Nor is any row of the model "opponent", which is the policy as another player.
+Any other request begins a row of its own. All rows are trained, except for those of the model "opponent",
+which is the policy as another player.
 
 Two threads meet in an AgentSession. The endpoint's thread puts requests into its `mail` and waits for their
 Futures. The thread that drives the engine takes them out one after the other and answers them.
@@ -103,6 +103,7 @@ class AgentRow:
     opponent: bool              # whether its turns are the opponent's, which is not trained
     continues: object           # the AgentRow with which it begins, or None if it begins with its prompt
     continued: bool = False     # whether a later row continues this one
+    answer: object = None       # the Answer at its end, which _join takes
 
 
 class AgentSession:
@@ -114,7 +115,7 @@ class AgentSession:
     longest      how many tokens may precede the first answer of a row
     answers      how many answers were sampled, also those whose clients had left
     rows         an AgentRow for each answered request
-    sampled      how many tokens were sampled in the rows that are not the opponent's
+    sampled      how many tokens were sampled, also those of the opponent
     full         whether a limit has refused a turn, or has cut off the last one of the longest row
     refused      why the last refused request was refused
     score        what the agent returned, which rewards.Scorer reads
@@ -156,6 +157,7 @@ class AgentSession:
             raise Failed(f"took more than call_timeout={timeout:g} seconds") from error
         finally:
             self._close()
+            self._join()
         self.score, error, _ = item
         if not (error or episode.conversation.spans):
             error = Failed("never asked the policy, or did not wait for an answer")
@@ -248,20 +250,47 @@ class AgentSession:
         elif calls:
             message["tool_calls"] = [call for call, _ in calls]
         conversation.add_turn(answer, message)
+        row.answer = answer
         row.messages = row.messages + for_template([message])
         self.rows.append(row)
         if row.continues:
             row.continues.continued = True
-        if not row.opponent:
-            self.sampled += len(answer.ids)
-            if len(conversation.logprobs) > len(episode.conversation.logprobs):
-                episode.conversation = conversation
-                episode.row = episode.row | {"prompt": row.messages[:-len(conversation.messages)]}
-                self.full = answer.finish_reason == "length"
-        counts["requests"] = len(self.rows)
-        counts["rows"] = sum(not (row.opponent or row.continued) for row in self.rows)
-        counts["untrained_tokens"] = self.sampled - len(episode.conversation.logprobs)
+        self.sampled += len(answer.ids)
+        if not row.opponent and len(conversation.logprobs) > len(episode.conversation.logprobs):
+            episode.conversation = conversation
+            episode.row = episode.row | {"prompt": row.messages[:-len(conversation.messages)]}
+            self.full = answer.finish_reason == "length"
         return message
+
+    def _join(self):
+        """Join all rows of the policy in the episode's conversation, in the order of their last answers.
+
+        Its messages stay those of the longest row. If several rows begin with the same turns, these were
+        sampled only once. They are turns of the first of these rows, and inserted tokens of the others.
+        """
+        longest = self.episode.conversation
+        joined = Conversation(longest.first._replace(ids=[]))
+        joined.row_starts = []
+        for last in self.rows:
+            if last.opponent or last.continued:
+                continue
+            joined.row_starts.append((len(joined.ids), len(joined.logprobs)))
+            turns = []
+            row = last
+            while row and row.answer:
+                turns.insert(0, (row.conversation.spans[-1], row.answer))
+                row.answer = None
+                row = row.continues
+            end = 0
+            for (start, next_end), answer in turns:
+                joined.ids = joined.ids + last.conversation.ids[end:start]
+                joined.add_turn(answer, {})
+                end = next_end
+        joined.messages = longest.messages
+        self.episode.counts |= {"requests": len(self.rows), "rows": len(joined.row_starts),
+                                "untrained_tokens": self.sampled - len(joined.logprobs)}
+        if joined.spans:
+            self.episode.conversation = joined
 
     def _completion(self, row, message, finish_reason, stream):
         """Return the response with an answer, in a single chunk if it is to be streamed."""

@@ -1,5 +1,6 @@
 """
-Episodes: the policy speaks and an environment answers, turn after turn. One episode is one row of tokens.
+Episodes: the policy speaks and an environment answers, turn after turn. One episode is one row of tokens; of
+an agent it may be several.
 
 An environment is a class of yours, --environment=my_game.py:Guess, in one of two forms. An instance plays one
 episode at a time and is reset for the next one. Its methods may be `async def`.
@@ -50,7 +51,8 @@ class Episode:
     finish_reason  "" as long as the episode goes on; Player.play lists the other values
     instance       the instance of the environment that plays, or None
     session        the endpoint.AgentSession of the agent that plays, or None. It sets row and conversation to
-                   those of the agent's longest row, finish_reason, and asking.
+                   those of the agent's longest row, and at the end joins all rows in conversation. It also
+                   sets finish_reason and asking.
     asking         the endpoint.Question of the agent for which the engine samples, or None
     rewards, counts, extra    as in rollout.Rollout
     """
@@ -228,7 +230,8 @@ class Episode:
         return Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
                        np.array(conversation.logprobs, np.float32), self.finish_reason, self.row, completion,
                        rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
-                       extra=self.extra, versions=tuple(conversation.versions.items()))
+                       extra=self.extra, versions=tuple(conversation.versions.items()),
+                       row_starts=np.array(conversation.row_starts, np.int32))
 
 
 def add_text(messages, text):

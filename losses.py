@@ -164,7 +164,7 @@ def turns(scores, num_generations, *, lengths, rewards, **_):
         scored = [s for s in range(first, first + num_generations) if not scores[s].isnan()]
         if len(scored) < 2:
             continue                                              # there is nothing to compare with
-        reached = defaultdict(dict)                               # {turn: {(s, its last token): return to go}}
+        reached = defaultdict(dict)                           # {turn: {(s, its last token): return to go}}
         for s in scored:
             token_rewards = {len(adv[s]) - 1: 0.0} | rewards[s]
             to_go = 0.0
@@ -458,6 +458,26 @@ def token_rewards(rewards, kl, kl_coef, lengths):
         for token, reward in sequence_rewards.items():
             part[token] = reward
     return -kl_coef * kl + added
+
+
+def with_later_rows(rewards, row_lengths):
+    """Return rewards [C] to which, at the last token of each row, the rewards of its episode's later rows are
+    added.
+
+    row_lengths: for each episode a list with the number of tokens of each row; together they sum to C. An
+    episode has one score, most often at the end of its last row. An earlier row also led to it, but gae reads
+    each row by itself. With one row per episode nothing changes. NaN stays NaN.
+    Example: rewards [1, 0, 2, 0, 5], row_lengths [[2, 1, 1], [1]] -> [1, 2, 2, 0, 5].
+    """
+    added = torch.zeros_like(rewards)
+    end = 0
+    for lengths in row_lengths:
+        last = end + sum(lengths)                                 # where the episode ends
+        for length in lengths[:-1]:
+            end += length
+            added[end - 1] = rewards[end:last].sum()
+        end = last
+    return rewards + added
 
 
 def gae(rewards, values, lengths, gamma, lam):

@@ -175,7 +175,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
     count = max(1, *distributed.gathered([len(batches)]))
     while len(batches) < count:
-        batches.append(micro_batch(rollouts, [], P))
+        batches.append(micro_batch([], P))
     if group:
         batches = sum([cut_over(group, batch) for batch in batches], [])
     # A batch leaves the list before it is used, so that what attention made for it is freed after its turn.
@@ -222,7 +222,7 @@ def per_token(network, forward, rollouts, chosen, token_budget):
     # Returns forward(MicroBatch), [C], of all these rollouts as {s: [len]}.
     values = {}
     for batch in micro_batches(network, rollouts, chosen, token_budget):
-        values |= batch.split(forward(batch))
+        batch.put(forward(batch), values)
     # Without a backward FSDP2 leaves the root's parameters gathered.
     network.reshard()
     return values
@@ -510,13 +510,13 @@ def by_transformers(network, sequences):
 
 def by_rows(network, sequences, packed):
     """Return the same as by_transformers, but computed as in training. packed: see packing.pack."""
-    rollouts = [SimpleNamespace(ids=ids, spans=np.array([[1, len(ids)]]), logprobs=ids[1:])
+    rollouts = [SimpleNamespace(ids=ids, places=np.arange(1, len(ids)), row_starts=np.array([[0, 0]]))
                 for ids in sequences]
     values = {}
     for batch in pack(rollouts, range(len(rollouts)), 64, packed):
         if isinstance(network, Critic):
-            values |= batch.split(network.hidden_states(batch))
+            batch.put(network.hidden_states(batch), values)
         else:
             logp, _ = network(batch, 1.0)
-            values |= batch.split(logp)
+            batch.put(logp, values)
     return torch.cat([values[s] for s in range(len(rollouts))])

@@ -1,12 +1,12 @@
 """
 Packed rows: several sequences in one row of tokens, without padding.
 
-A sequence is a rollout: a prompt, then the tokens that the policy sampled, in one span or in several with
-other tokens between them. A micro-batch is one row of T tokens that holds S sequences, and attention stays
-inside each of them. If several sequences begin with the same tokens, such as the prompt of a group, the row
-holds these tokens only once, because a hidden state depends only on the tokens up to its own. Each sequence
-adds only the tokens that follow. For example, this is the row of the prompt 5 6 with two completions, 7 8 and
-9 8:
+A sequence is a prompt, then the tokens that the policy sampled, in one span or in several with other tokens
+between them. A rollout is one sequence, or several if an agent has begun several conversations in an episode.
+A micro-batch is one row of T tokens that holds S sequences, and attention stays inside each of them. If
+several sequences begin with the same tokens, such as the prompt of a group, the row holds these tokens only
+once, because a hidden state depends only on the tokens up to its own. Each sequence adds only the tokens that
+follow. For example, this is the row of the prompt 5 6 with two completions, 7 8 and 9 8:
 
     input_ids       5 6 7 9     the last token of each sequence is left out: nothing is predicted from it
     position_ids    0 1 2 2
@@ -27,6 +27,7 @@ row. In models with such layers each sequence gets a row of its own: S rows, pad
 import math
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,15 +42,21 @@ class MicroBatch:
     index: torch.Tensor          # [C] the place from which each sampled token is predicted
     targets: torch.Tensor        # [C] the sampled tokens
     # which sequences the tokens belong to
-    sequences: list              # S numbers: the rollouts in this micro-batch, in order
+    sequences: list              # S triples (s, tokens, total), as in Sequence, in order
     lengths: list                # S numbers: how many sampled tokens each sequence has; they sum to C
     # An attention.Cut if this rank has only a part of the row. Then input_ids and position_ids are
     # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.
     cut: object = None
 
+    @property
+    def sequence_lengths(self):
+        """For each token the number of sampled tokens of its sequence, [C]."""
+        lengths = torch.tensor(self.lengths).long()
+        return lengths.repeat_interleave(lengths).to(self.index.device)
+
     def flat(self, values):
         """A tensor of one number or of [len] for each rollout -> the values of the tokens here, [C]."""
-        parts = [values[s].expand(length) for s, length in zip(self.sequences, self.lengths)]
+        parts = [values[s].expand(total)[tokens] for s, tokens, total in self.sequences]
         return torch.cat(parts or [torch.empty(0)]).to(self.index.device)
 
     def mean(self, values):
@@ -57,9 +64,16 @@ class MicroBatch:
         parts = [part.mean().expand_as(part) for part in values.split(self.lengths)]
         return torch.cat(parts or [values])
 
-    def split(self, values):
-        """The values of this micro-batch's tokens, [C] -> {s: [len]}."""
-        return dict(zip(self.sequences, values.split(self.lengths)))
+    def put(self, values, target):
+        """Put the values of this micro-batch's tokens, [C], into their places in target, {s: [len]}.
+
+        A rollout that target does not have yet is added. If it has several sequences, its other values are 0
+        until the micro-batches with these sequences are put.
+        """
+        for (s, tokens, total), part in zip(self.sequences, values.split(self.lengths)):
+            if s not in target:
+                target[s] = values.new_zeros(total, *values.shape[1:])
+            target[s][tokens] = part
 
     def to(self, device):
         """Return a copy with its tensors on the device."""
@@ -75,28 +89,51 @@ class MicroBatch:
 KEYS = 4
 
 
-# ---------------------------------------------------------------- shared prefixes
+# ---------------------------------------------------------------- sequences and shared prefixes
 
-def prefix_order(rollouts, chosen):
-    """Sort rollouts[s] for s in chosen so that rollouts which begin with the same tokens are neighbours.
+class Sequence(NamedTuple):
+    """A sequence of a rollout: what the network reads, and what it predicts."""
+    s: int                  # the index of the rollout
+    tokens: slice           # which of the rollout's sampled tokens it has
+    total: int              # how many sampled tokens the rollout has
+    ids: np.ndarray         # its tokens before the last sampled one, which are all that are computed
+    index: np.ndarray       # [len] the places in ids before its sampled tokens, which predict them
+    targets: np.ndarray     # [len] these tokens
 
-    Returns a list of (s, size, shared). size: the number of its tokens before the last sampled one, which are
-    all that is computed. shared: how many of its first tokens the rollout before it in the list has as well.
-    """
-    # Sorting by bytes is another order than by token ids, but it puts equal beginnings together as well.
-    ids = {}
-    keys = {}
+    def content(self):
+        return self.ids.tobytes()
+
+
+def sequences_of(rollouts, chosen):
+    """Return the Sequences of rollouts[s] for s in chosen, those of a rollout one after the other."""
+    sequences = []
     for s in chosen:
-        ids[s] = rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1]
-        keys[s] = ids[s].tobytes()
+        r = rollouts[s]
+        places = r.places
+        ends = [*r.row_starts[1:, 1].tolist(), len(places)]
+        for (start, first), end in zip(r.row_starts.tolist(), ends):
+            sampled = places[first:end]
+            sequences.append(Sequence(s, slice(first, end), len(places), r.ids[start:sampled[-1]],
+                                      sampled - start - 1, r.ids[sampled]))
+    return sequences
+
+
+def prefix_order(sequences):
+    """Sort Sequences so that those which begin with the same tokens are neighbours.
+
+    Returns a list of (sequence, size, shared). size: how many tokens it has to compute. shared: how many of
+    its first tokens the sequence before it in the list has as well.
+    """
     order = []
     before = np.empty(0)
-    for s in sorted(chosen, key=keys.get):
-        length = min(len(before), len(ids[s]))
-        same = before[:length] == ids[s][:length]
+    # Sorting by bytes is another order than by token ids, but it puts equal beginnings together as well.
+    for sequence in sorted(sequences, key=Sequence.content):
+        ids = sequence.ids
+        length = min(len(before), len(ids))
+        same = before[:length] == ids[:length]
         shared = length if same.all() else int(same.argmin())           # argmin: the place of the first False
-        order.append((s, len(ids[s]), shared))
-        before = ids[s]
+        order.append((sequence, len(ids), shared))
+        before = ids
     return order
 
 
@@ -110,16 +147,19 @@ def row_size(neighbours):
 def deal(rollouts, chosen, num_ranks):
     """Deal rollouts[s] for s in chosen to num_ranks lists with about the same number of tokens to compute.
 
-    The rollouts of one prompt stay together and go to the rank with the fewest tokens so far, the largest
-    group first (Graham 1969, LPT). The same is tried with half groups, quarters and so on, although each
-    piece computes the prompt again. The result is the deal whose heaviest rank has the fewest tokens.
+    The rollouts of one prompt, which is that of their first sequences, stay together and go to the rank with
+    the fewest tokens so far, the largest group first (Graham 1969, LPT). The same is tried with half groups,
+    quarters and so on, although each piece computes the prompt again. The result is the deal whose heaviest
+    rank has the fewest tokens. All sequences of a rollout go to the same rank.
     Example: groups of 9, 5, 4, 3 tokens for 2 ranks -> 9 + 3 and 5 + 4.
     """
     groups = []
-    for s, size, shared in prefix_order(rollouts, chosen):
-        if shared < rollouts[s].spans[0, 0]:                    # its prompt is not that of the one before
+    sequences = {s: sequences_of(rollouts, [s]) for s in chosen}
+    for first, _, shared in prefix_order([sequences[s][0] for s in chosen]):
+        if shared <= first.index[0]:                            # its prompt is not that of the one before
             groups.append([])
-        groups[-1].append((s, size, shared))
+        size = row_size(prefix_order(sequences[first.s]))       # of all its sequences
+        groups[-1].append((first.s, size, shared))
     best_shares = None
     lightest = math.inf
     piece_size = max(map(len, groups), default=1)               # in rollouts
@@ -150,17 +190,18 @@ def largest_first(pieces, num_ranks):
 # ---------------------------------------------------------------- rows
 
 def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
-    """Pack rollouts[s] for s in chosen (anything with ids, spans and logprobs) into few MicroBatches.
+    """Pack rollouts[s] for s in chosen (anything with ids, places and row_starts) into few MicroBatches.
 
     Each has at most token_budget tokens and KEYS * token_budget keys, plus padding that makes T a multiple of
     `multiple`. Only a sequence that is longer has more, alone. The targets are exactly the tokens inside the
     spans, including an EOS token even if padding has the same id. packed=False gives each sequence a row of
     its own, and its padding counts in the budget.
     """
+    order = prefix_order(sequences_of(rollouts, chosen))
     if not packed:
-        return [*rows_of_their_own(rollouts, chosen, token_budget)]
+        return [*rows_of_their_own(order, token_budget)]
     rows = []
-    for s, size, shared in prefix_order(rollouts, chosen):
+    for sequence, size, shared in order:
         for row in rows:
             # The sequences are in order, so from one to the next a row's prefix only gets shorter.
             row.prefix = min(row.prefix, shared)
@@ -171,16 +212,16 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
         # Among the rows with room for it, a sequence goes to the one that holds the longest prefix of it.
         longest = max(row.prefix for row in fitting)
         best = next(row for row in fitting if row.prefix == longest)
-        best.add(s, size)
+        best.add(sequence, size)
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
     rows.sort(key=attrgetter("pairs"), reverse=True)
-    return [micro_batch(rollouts, row.members, multiple) for row in rows]
+    return [micro_batch(row.members, multiple) for row in rows]
 
 
 class Row:
-    """A row in the making: its members (s, size, shared), the tokens and keys for which it has room, how many
-    tokens the last member has in common with the sequence that comes next, and about how many pairs of tokens
-    there are in which one sees the other."""
+    """A row in the making: its members (sequence, size, shared), the tokens and keys for which it has room,
+    how many tokens the last member has in common with the sequence that comes next, and about how many pairs
+    of tokens there are in which one sees the other."""
 
     def __init__(self, room, room_for_keys):
         self.members = []
@@ -189,8 +230,8 @@ class Row:
         self.prefix = 0
         self.pairs = 0
 
-    def add(self, s, size):
-        self.members.append((s, size, self.prefix))
+    def add(self, sequence, size):
+        self.members.append((sequence, size, self.prefix))
         added = size - self.prefix
         self.room -= added
         self.room_for_keys -= size
@@ -198,23 +239,21 @@ class Row:
         self.prefix = size
 
 
-def micro_batch(rollouts, members, multiple):
-    # Builds the MicroBatch of members (s, size, shared); `shared` tokens are those of the member before.
+def micro_batch(members, multiple):
+    # Builds the MicroBatch of members (sequence, size, shared); `shared` tokens are those of the one before.
     # Without members it predicts nothing, C = 0, so that any loss computed from it is 0, with gradient 0.
     ids, positions, seen = [], [], []           # of each segment: its tokens, their positions, what they see
     T = 0
     places = np.arange(0)
     index = [places]
     targets = [places]
-    for s, size, shared in members:
-        r = rollouts[s]
+    for sequence, size, shared in members:
         # The place of each of its tokens in the row. The shared ones stand where the member before has them.
         places = np.concatenate([places[:shared], np.arange(T, T + size - shared)])
-        for start, stop in r.spans:
-            index.append(places[start - 1:stop - 1])    # a token is predicted from the place before its own
-            targets.append(r.ids[start:stop])
+        index.append(places[sequence.index])
+        targets.append(sequence.targets)
         if size > shared:                               # otherwise it adds no token to the row
-            ids.append(r.ids[shared:size])
+            ids.append(sequence.ids[shared:])
             positions.append(np.arange(shared, size))
             seen.append(places)
             T += size - shared
@@ -223,11 +262,11 @@ def micro_batch(rollouts, members, multiple):
         ids.append(np.zeros(padding))
         positions.append(np.arange(padding))
         seen.append(np.arange(T, T + padding))
-    sequences = [s for s, _, _ in members]
     return MicroBatch(
         input_ids=joined(ids)[None], position_ids=joined(positions)[None],
         segments=Segments([*map(len, ids)], seen), index=joined(index), targets=joined(targets),
-        sequences=sequences, lengths=[len(rollouts[s].logprobs) for s in sequences])
+        sequences=[(sequence.s, sequence.tokens, sequence.total) for sequence, _, _ in members],
+        lengths=[len(sequence.targets) for sequence, _, _ in members])
 
 
 def joined(arrays):
@@ -235,15 +274,14 @@ def joined(arrays):
     return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
-def rows_of_their_own(rollouts, chosen, token_budget):
-    # Yields MicroBatches in which each sequence has a row. The longest come first, and all rows of a
-    # MicroBatch are as long as its first one.
-    members = [(size, s) for s, size, _ in prefix_order(rollouts, chosen)]
-    members.sort(key=itemgetter(0), reverse=True)
+def rows_of_their_own(order, token_budget):
+    # Yields MicroBatches in which each sequence of prefix_order's list has a row. The longest come first, and
+    # all rows of a MicroBatch are as long as its first one.
+    members = sorted(order, key=itemgetter(1), reverse=True)
     while members:
-        longest, _ = members[0]
-        rows = [micro_batch(rollouts, [(s, size, 0)], longest)
-                for size, s in members[:max(1, token_budget // longest)]]
+        _, longest, _ = members[0]
+        rows = [micro_batch([(sequence, size, 0)], longest)
+                for sequence, size, _ in members[:max(1, token_budget // longest)]]
         members = members[len(rows):]
         yield MicroBatch(
             input_ids=torch.cat([row.input_ids for row in rows]),

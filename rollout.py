@@ -31,6 +31,7 @@ import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +53,12 @@ CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
 
 @dataclass
 class Rollout:
-    """A prompt and its completion: all tokens of the row, and which of them the policy sampled."""
+    """A prompt and what the policy generated: all tokens of the row, and which of them it sampled.
+
+    An agent's episode may have several rows, each with a prompt of its own. ids, spans and logprobs hold them
+    one after the other. The prompt in `row` and the completion are those of the row with the most sampled
+    tokens. All other fields describe the whole episode.
+    """
     ids: np.ndarray          # int32 [L]: the prompt, then sampled and inserted tokens in their order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32 [C]: the engine's logprob of each sampled token
@@ -68,6 +74,8 @@ class Rollout:
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
+    # int32 [R, 2]: where in ids each row begins, and which sampled token is its first
+    row_starts: np.ndarray = field(default_factory=partial(np.zeros, (1, 2), np.int32))
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
@@ -81,8 +89,24 @@ class Rollout:
         return self.ids[:self.spans[0, 0]]
 
     @property
+    def places(self):
+        """The place in ids of each sampled token."""
+        return np.concatenate([np.arange(start, end) for start, end in self.spans])
+
+    @property
+    def row_lengths(self):
+        """How many sampled tokens each row has, as a list."""
+        return np.diff(self.row_starts[:, 1], append=len(self.logprobs)).tolist()
+
+    @property
+    def longest_tail(self):
+        """How many tokens its longest row has from the first sampled one on."""
+        ends = np.append(self.row_starts[1:, 0], len(self.ids))
+        return max(ends - self.places[self.row_starts[:, 1]])
+
+    @property
     def sampled_ids(self):
-        return np.concatenate([self.ids[start:end] for start, end in self.spans])
+        return self.ids[self.places]
 
     @property
     def sampled_by(self):

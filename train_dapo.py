@@ -172,7 +172,7 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 3 advantage
     left_out = (stds[kept] == 0).repeat_interleave(G) & (max_num_gen_batches > 0)       # [N]  DAPO
     if overlong_buffer:                                                                 # DAPO
-        tokens = torch.tensor([len(r.ids) - len(r.prompt_ids) for r in rollouts])       # all after the prompt
+        tokens = torch.tensor([r.longest_tail for r in rollouts])                       # all after the prompt
         scores = scores + losses.overlong_penalty(tokens, max_completion_length, overlong_buffer)
     if reference:
         with log.timed("ref"):
@@ -220,14 +220,14 @@ for step in range(run.first_step, max_steps + 1):
             new_logps = {}                                      # {s: [len]}
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
-                new_logps |= batch.split(logp.detach())
+                batch.put(logp.detach(), new_logps)
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.CORRECTIONS[engine_correction](
-                    old_logp, engine_logp, mean=batch.mean, lengths=batch.flat(lengths),
+                    old_logp, engine_logp, mean=batch.mean, lengths=batch.sequence_lengths,
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL

@@ -86,7 +86,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "token_truncate"  # weights tokens by trainer's / engine's probability, or drops tokens:
+engine_correction = "token_truncate"  # weights tokens by p(trainer) / p(engine), or drops tokens:
                                 # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
@@ -129,8 +129,7 @@ with input_errors():                                            # a ValueError b
 # ---------------------------------------------------------------- the engines
 if not bridge.trains:
     with input_errors():
-        # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
-        scorer = rewards.Scorer(settings, device, compute_dtype, player)
+        scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         # The reward must be able to score made-up completions of two prompts, or the run stops here.
         scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids,
@@ -150,15 +149,14 @@ if not bridge.trains:
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
 with input_errors():
-    # A resumed run must have the prompts that it began with.
-    run.check_data(folders, train_set, eval_set)
+    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 bridge.take("ready", 0)                                         # waits until all engines are made
-# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
+# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
 log = run.begin(networks, bridge, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
@@ -217,7 +215,8 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own; 0 without a score. grpo reads only scores and G.
+    # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
+    # losses.shaped returns r.rewards, changed so that they add up to `scores`.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}

@@ -79,7 +79,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # weights tokens by trainer's / engine's probability, or drops tokens:
+engine_correction = "none"      # weights tokens by p(trainer) / p(engine), or drops tokens:
                                 # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
@@ -107,10 +107,8 @@ with input_errors():                                            # a ValueError b
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
-    scorer = rewards.Scorer(settings, device, compute_dtype, player)
-    # A resumed run must have the prompts that it began with.
-    run.check_data(folders, train_set, eval_set)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
@@ -122,7 +120,7 @@ with input_errors():                                            # a ValueError b
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
-# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
+# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
@@ -183,7 +181,8 @@ for step in range(run.first_step, max_steps + 1):
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()           # DAPO
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
-    # [N], or {s: [len]} if each token has its own; 0 without a score. grpo reads only scores and G.
+    # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
+    # losses.shaped returns r.rewards, changed so that they add up to `scores`.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}

@@ -78,7 +78,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # weights tokens by trainer's / engine's probability, or drops tokens:
+engine_correction = "none"      # weights tokens by p(trainer) / p(engine), or drops tokens:
                                 # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
@@ -106,10 +106,8 @@ with input_errors():                                            # a ValueError b
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
-    scorer = rewards.Scorer(settings, device, compute_dtype, player)
-    # A resumed run must have the prompts that it began with.
-    run.check_data(folders, train_set, eval_set)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
@@ -121,7 +119,7 @@ with input_errors():                                            # a ValueError b
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
-# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
+# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
@@ -136,7 +134,8 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 #     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
 #     r.row        the row of the data set that it answers
 #     r.score      the sum that the rewards gave it; NaN if it was not scored
-#     r.rewards    {index of a sampled token: the part of the score that this token earned}
+#     r.rewards    {index of a sampled token: the part of the score that this token earned}; they add up to it
+#     r.sampled_by the versions of the weights that sampled it; here it is {step}
 # Per-token values have two forms. {s: [len]} is a dict with one tensor per rollout, one entry for each of its
 # sampled tokens; such names are plural, as in old_logps. [C] is one tensor with the entries of a whole
 # micro-batch, one rollout after the other; such names are singular, as in old_logp. A micro-batch is a row of
@@ -183,7 +182,8 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own; 0 without a score. grpo reads only scores and G.
+    # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
+    # losses.shaped returns r.rewards, changed so that they add up to `scores`.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}

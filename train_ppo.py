@@ -95,10 +95,8 @@ with input_errors():                                            # a ValueError b
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
-    scorer = rewards.Scorer(settings, device, compute_dtype, player)
-    # A resumed run must have the prompts that it began with.
-    run.check_data(folders, train_set, eval_set)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
@@ -115,7 +113,7 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimizer)
 # These are by subfolder of a checkpoint; "" is the checkpoint's own folder.
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
-# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
+# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
 log = run.begin(networks, rollout_engine, data_note,
                 updates=f"{num_epochs * num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model

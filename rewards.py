@@ -500,7 +500,7 @@ class Scorer:
             if self.environment:
                 total = sum(r.rewards.values())
                 self._add(r, Result({self.environment: total}))
-                if not math.isnan(total):                       # it is if get_reward returned None
+                if not math.isnan(total):                       # get_reward has not returned None
                     for token, value in r.rewards.items():
                         token_rewards[token] = self.weights[self.environment] * value
             no_model_score = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]

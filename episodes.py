@@ -7,18 +7,18 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
 
     text    reset(**row)     gets the columns of the row; returns text for the prompt's last message, or None
             step(text)       gets what the policy said; returns (observation, reward, whether it is over)
-            both             may also return what Gymnasium's do
+            reset and step   may also return what those of Gymnasium's environments do
     tools   reset(**row)     does the same; this is TRL's form, and such a class runs in TRL as well
             other methods    are tools: type hints and docstring tell the policy how to call them
-    both    get_reward()     if it exists, is called at the end of an episode; None gives no score
+    either  get_reward()     if it exists, is called at the end of an episode; None gives no score
             close()          if it exists, or else release(), is called at the end of the run
 
 Functions become tools as well, with or without a class: --tools=my_tools.py:search. Instead of an
 environment an agent may play, --agent=my_agent.py:solve (endpoint.py). A single answer is an episode of one
 turn without an environment; train_async.py plays its answers here.
 
-    Episode         plays one episode. It says what it waits for and waits for nothing itself.
-    OpenEpisodes    plays many of them with one engine. Each goes on as soon as what it waits for is there.
+    Episode         is one episode. Its generator yields each request to the engine, and calls of your code.
+    OpenEpisodes    plays many of them with one engine. Each goes on as soon as its answer or result is there.
     Player          knows what plays: the environment with its instances and tools, or the agent.
 """
 import inspect
@@ -58,7 +58,7 @@ class Episode:
     """
 
     def __init__(self, player, row, first):
-        """first: the Request for the first turn; it needs no name."""
+        """first: the Request for the first turn. It needs no name, because OpenEpisodes gives it one."""
         self.player = player
         self.row = row
         self.conversation = Conversation(first, player.template)
@@ -88,7 +88,7 @@ class Episode:
             except (Failed, TimeUp, ValueError) as error:
                 self._fail(error)
             if not self.conversation.spans:
-                # It could not begin. A rollout needs an answer, which is not scored.
+                # The episode could not begin. A rollout needs an answer, so it gets one, which is not scored.
                 yield from self._play_turn()
             if self.finish_reason == "error":
                 self.rewards = {self.last_token: math.nan}
@@ -103,7 +103,7 @@ class Episode:
     def _play(self):
         """Play until the episode ends. Raises Failed, TimeUp or ValueError."""
         player = self.player
-        if player.session_class:
+        if player.session_class:                    # an agent plays until its end, and sets finish_reason
             self.session = player.session_class(self)
             yield from self.session.play()
         if "reset" in player.methods:
@@ -114,8 +114,10 @@ class Episode:
             reward = yield from self.call(self.instance.get_reward)
             if reward is not None:
                 self.rewards[self.last_token] += as_float(reward)
+            # In the form of tools None says that the episode is not scored, as in TRL. In the form of text
+            # the episode keeps what step gave.
             elif "step" not in player.methods:
-                self.rewards[self.last_token] = math.nan        # the episode is not scored, as in TRL
+                self.rewards[self.last_token] = math.nan
 
     def _reset(self):
         """Reset an instance of the environment, and add the text that it returns to the prompt."""
@@ -126,7 +128,7 @@ class Episode:
             self.instance = yield from self.call(player.make)
             player.opened[id(self.instance)] = self.instance
         reset = self.instance.reset
-        # Both functions take one value, because they log for one episode.
+        # log_extra and log_metric do the same here: each logs one value, for this episode.
         log_metric = logging_into([self.extra])["log_metric"]
         columns = accepted(reset, deepcopy(self.row), "reset",
                            {"log_extra": log_metric, "log_metric": log_metric})
@@ -138,6 +140,7 @@ class Episode:
         if not isinstance(observation, str):
             raise ValueError(f"reset returned {shown(observation)}, neither a string nor None")
         prompt = self.row["prompt"]
+        # The text of an environment may spell special tokens. `defused` keeps them from acting in the prompt.
         messages = add_text(player.messages(prompt), player.template.defused(observation))
         ids = player.template.opening(messages)
         longest = player.settings.max_prompt_length
@@ -150,7 +153,8 @@ class Episode:
     def _play_turn(self):
         """Sample a turn and get the reply to it. Set finish_reason if this ends the episode."""
         conversation = self.conversation
-        answer = yield conversation.request(len(conversation.spans) + 1)
+        turn = len(conversation.spans) + 1          # its number
+        answer = yield conversation.request(turn)
         text, message, calls = self.player.read_turn(conversation, answer)
         conversation.add_turn(answer, message)
         self.rewards[self.last_token] = 0.0
@@ -189,9 +193,9 @@ class Episode:
                     tool = getattr(self.instance, tool)
                 # A tool may change its arguments in place.
                 result = yield from self.call(tool, **deepcopy(call["function"]["arguments"]))
-                content = yield from self.call(result_of, result)
+                content = yield from self.call(result_of, result)       # as text, which may run user code
         except Failed as error:
-            # As in TRL, the name of the error's class is left out if there is anything else.
+            # As in TRL, the policy reads the error's text, or if it has none the name of its class.
             problem = shown(error.__cause__)
             problem = problem.partition(": ")[2] or problem
         if problem:
@@ -217,7 +221,7 @@ class Episode:
         late = isinstance(error, TimeUp)
         self.counts["problem"] = problem
         self.finish_reason = "timeout" if late and turn else "error"
-        # An instance that may still be at work, or whose reset failed, plays no other episode.
+        # This instance may still be at work, or its reset has failed, so it plays no other episode.
         if late or not turn:
             self.player.discard(self.instance)
 
@@ -246,7 +250,7 @@ def read_step(returned):
     finish_reason is "" if the episode goes on. Raises ValueError for values that step must not return.
     """
     if isinstance(returned, tuple) and len(returned) in (3, 5):
-        # Only Gymnasium's five values say whether the episode was truncated.
+        # Only Gymnasium's five values say whether the episode was truncated; three stand for False.
         observation, reward, done, truncated, *_ = [*returned, False]
         if {type(done), type(truncated)} <= {bool, np.bool_}:
             finish_reason = ""
@@ -275,7 +279,7 @@ class Player:
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
     rewards_as      the name of the class if it gives rewards, otherwise ""
-    tools           the JSON schemas of the tools, or None if there can be none
+    tools           the JSON schemas of the tools; None if step answers the turns, or an agent plays
     tool_functions  {name of a tool: a function, or the name of a method}
     template        the Template for these tools, or None for single answers
     opened          {id: instance} of all instances that are not closed
@@ -370,7 +374,7 @@ class Player:
         Return a Future. Nothing happens if there is no such method, or if instance is None.
         """
         self.opened.pop(id(instance), None)
-        # object() does nothing.
+        # Without a method to call, `object` is called, which does nothing.
         return in_thread(partial(outcome, getattr(instance, self.closer, object)))
 
     def close(self):
@@ -405,7 +409,7 @@ class Player:
         """
         if self.make and not self.settings.agent:   # an agent writes messages of its own
             self.template.check(self.messages(prompts[0].row["prompt"]))
-        # Of two single answers the second is empty, which a reward has to take as well.
+        # A reward must also be able to score an empty answer.
         texts = ["Answer: 0", "Answer: 0" if self.make else ""]
         turns = [self.tokenizer(text, add_special_tokens=False).input_ids + self.eos_ids[:1]
                  for text in texts]
@@ -520,7 +524,8 @@ class OpenEpisodes:
         # The client of an agent may have left, so that nobody waits any more for what the engine samples.
         engine.abort([number for number, (episode, _) in self.playing.items()
                       if episode.asking and episode.asking.future.cancelled()])
-        # An episode that waits for no call waits for the engine.
+        # An episode waits either for a call or for the engine. While some wait for the engine, only the calls
+        # that have ended are looked at. Otherwise the first call to end is waited for.
         if len(self.playing) > len(self.calls) and not engine.signalled:
             self._step_engine()
         patience = 0 if len(self.playing) > len(self.calls) else None
@@ -540,6 +545,7 @@ class OpenEpisodes:
             if number in self.calls.values():
                 self.player.discard(episode.instance)
             play.close()
+        # engine.versions has an entry for each request that is not answered yet.
         unanswered = self.playing.keys() & self.engine.versions.keys()
         for collection in (self.waiting, self.playing, self.calls, self.rollouts, self.groups):
             collection.clear()
@@ -550,7 +556,7 @@ class OpenEpisodes:
     def _step_engine(self):
         """Take a step of the engine, and go on with the episodes that it answers, whoever plays them."""
         for answer in self.engine.step():
-            open_episodes = self.engine.tables.pop(answer.name)
+            open_episodes = self.engine.asked_by.pop(answer.name)
             if answer.name in open_episodes.playing:            # otherwise the episode was given up
                 open_episodes._go_on(answer.name, answer)
 
@@ -565,7 +571,7 @@ class OpenEpisodes:
                 del self.playing[number]
                 return
             if isinstance(work, Request):
-                self.engine.tables[number] = self
+                self.engine.asked_by[number] = self
                 self.engine.add(work._replace(name=number))
                 return
             if self.settings.call_workers:

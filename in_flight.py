@@ -59,7 +59,7 @@ class InFlightSampler(Sampler):
             raise ValueError(f"until({count}): only {len(self.open)} groups are open")
         while len(self.complete) < count:
             self.rollouts |= self.episodes.step()
-            self.engine.stop()
+            self.engine.stop_if_signalled()
             new = {*distributed.gathered([*self.rollouts])} - {*self.complete}
             self.complete += [name for name in self.open if name in new]
         returned = []
@@ -73,7 +73,7 @@ class InFlightSampler(Sampler):
     def abort(self):
         """Give up all open groups. Does not return if a signal has come."""
         self.episodes.abort()
-        self.engine.stop()                                      # a signal may have left requests unanswered
+        self.engine.stop_if_signalled()                         # a signal may have left requests unanswered
         for collection in (self.open, self.complete, self.rollouts):
             collection.clear()
         self.engine.serve([], list)

@@ -230,7 +230,7 @@ class Sampler:
         names: a different text for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
         h is a hash of its text, the same on any rank. temperature, length: by default the settings'.
         """
-        self.engine.stop()                                      # ends the run if a signal has come
+        self.engine.stop_if_signalled()                         # the end of the run, if a signal has come
         seeds, sampling = self.requested(names, temperature, length)
         # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
         if self.player.make or self.engine.versions:
@@ -242,7 +242,7 @@ class Sampler:
                 r.completion = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
                 if not isinstance(r.row["prompt"], str):
                     r.completion = [{"role": "assistant", "content": r.completion}]
-        self.engine.stop()
+        self.engine.stop_if_signalled()
         return rollouts
 
     def requested(self, names, temperature, length):
@@ -269,7 +269,7 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # names for the requests of episodes
-        self.tables = {}                    # {name of such a request: the OpenEpisodes that added it}
+        self.asked_by = {}                    # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
         """Queue a Request. Raises ValueError if its row may have more than max_length tokens."""
@@ -337,8 +337,8 @@ class Engine:
                 requests.append(Request(None, prompt, seed + j, max_tokens, temperature, top_p, top_k))
         return self.serve(requests, play)
 
-    def stop(self):
-        """End the run if a signal has come. runtime/run.py puts Run.stop in the place of this method."""
+    def stop_if_signalled(self):
+        """End the run if a signal has come. Run.begin puts a method of Run in the place of this one."""
 
     def close(self):
         """Do nothing, because this engine ends with its process. placement.py ends engines that are apart."""

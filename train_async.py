@@ -178,7 +178,7 @@ def save():
 # train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 stop, evaluate, save
-    run.stop(save)                                              # if a signal has come, on any rank
+    run.stop_if_signalled(save)                                 # a signal that has come on any rank
     if run.due(eval_interval):
         with log.timed("eval"):
             held_out = bridge.take("eval", step, eval_set)      # sampled as in training, with the same seeds

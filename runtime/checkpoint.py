@@ -2,7 +2,7 @@
 Checkpoints, and the folder of a run that holds them.
 
 A checkpoint holds all that a resumed run needs. What run.state consists of is in run.py (new_state), and so
-is when a run saves (Run.save, and Run.stop after a signal):
+is when a run saves (Run.save, and Run.stop_if_signalled after a signal):
 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index

@@ -8,9 +8,9 @@ What a resumed run needs: new_state lists what run.state keeps, and SAME lists t
 same. checkpoint.py says how state, models and optimizers lie on disk.
 
 What a signal does: a run that samples ends the sampling at once; any other run finishes its step first. Then
-it saves the state with which its present step began, and stops (Run.stop), so the resumed run makes this step
-from its beginning. At a Ctrl-C that comes more than a second after the first signal, the process ends at once
-and saves nothing (Run._signalled).
+Run.stop_if_signalled saves the state with which the present step began, and ends the run, so the resumed run
+makes this step from its beginning. At a Ctrl-C that comes more than a second after the first signal, the
+process ends at once and saves nothing (Run._signalled).
 """
 import datetime
 import json
@@ -228,16 +228,16 @@ class Run:
             for place in networks:
                 name = place or "actor"
                 scale_loss(self, name, self.state["loss_scale"].get(name, FIRST_SCALE))
-        # The engine calls run.stop before and after it samples, and samples no more once it is `signalled`.
+        # The engine calls it before and after it samples, and samples no more once engine.signalled is True.
         engine.version = self.first_step
-        engine.stop = self.stop
+        engine.stop_if_signalled = self.stop_if_signalled
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         return self.log
 
     def _signalled(self, number, frame):
-        """Note the first signal, for Run.stop. A Ctrl-C that comes more than a second later ends the process:
-        a launcher may pass on at once what the process has received itself."""
+        """Note the first signal, for stop_if_signalled. A Ctrl-C that comes more than a second later ends the
+        process: a launcher may pass on at once what the process has received itself."""
         now = time.monotonic()
         if self.signalled_at is None:
             self.signalled_at = now
@@ -247,7 +247,7 @@ class Run:
         elif number == signal.SIGINT and now - self.signalled_at > 1:
             os._exit(130)
 
-    def stop(self, save=None):
+    def stop_if_signalled(self, save=None):
         """If a signal has come on any rank, save the state with which the step began, and end the run.
 
         If torchrun dies, its workers get a signal too. save: what to call instead of save. A collective.

@@ -340,7 +340,7 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
     settings = SimpleNamespace(max_completion_length=max_tokens, temperature=temperature, top_p=top_p,
                                top_k=top_k, seed=0)
     generate = lambda ids, n, _, *sampling: engine.generate(ids, n, seeds, *sampling)
-    engine_with = SimpleNamespace(generate=generate, stop=engine.stop, versions=engine.versions)
+    engine_with = SimpleNamespace(generate=generate, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
     sample = rollout.Sampler(settings, tokenizer, player(""), engine_with)
     return sample(prompts, n, seeds)
 

@@ -211,7 +211,7 @@ def test_two_tables_on_one_engine_get_their_own_answers(name, request, folder, m
     for expected, rollouts in zip(alone, found):
         for r, again in zip(expected, rollouts["all"], strict=True):
             assert r.ids.tolist() == again.ids.tolist() and r.row == again.row
-    assert not engine.versions and not engine.tables
+    assert not engine.versions and not engine.asked_by
 
 
 @pytest.mark.parametrize("calls", [False, True])
@@ -329,7 +329,7 @@ def test_a_signal_while_groups_are_given_up_ends_the_run(folder, model_of, mesh)
     sample, _ = samplers(engine)
     sample.begin(prompts(2), 1, ["a", "b"])
     sample.until(1)
-    engine.signalled, engine.stop = True, sys.exit
+    engine.signalled, engine.stop_if_signalled = True, sys.exit
     with pytest.raises(SystemExit):
         sample.abort()
 

@@ -66,11 +66,18 @@ class Batch:
     def flat(self, values):
         return torch.cat([values[s].expand(LENGTHS[s]) for s in self.share])
 
-    def split(self, values):
-        return dict(zip(self.share, values.split([LENGTHS[s] for s in self.share])))
+    @property
+    def sequence_lengths(self):
+        return self.flat(torch.tensor(LENGTHS))
+
+    def parts(self, values):
+        return zip(self.share, values.split([LENGTHS[s] for s in self.share]))
+
+    def put(self, values, target):
+        target |= self.parts(values)
 
     def mean(self, values):
-        return torch.cat([part.mean().expand(len(part)) for part in self.split(values).values()])
+        return torch.cat([part.mean().expand(len(part)) for _, part in self.parts(values)])
 
 
 def loop_of(word):

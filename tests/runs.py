@@ -63,7 +63,7 @@ def keep_rollouts():
             os.makedirs(folder, exist_ok=True)
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
                 for r in rollouts:
-                    as_lists = {key: getattr(r, key).tolist() for key in ("ids", "spans", "logprobs")}
+                    as_lists = {key: getattr(r, key).tolist() for key in ("ids", "spans", "logprobs", "row_starts")}
                     as_lists["rewards"] = [*r.rewards.items()]
                     file.write(json.dumps(vars(r) | as_lists, default=str) + "\n")
             if isinstance(script.get("sampled"), list):
@@ -243,6 +243,13 @@ def change_state(folder, change):
     """Puts change(state) in place of a checkpoint's state, as if the run had written it."""
     state = Path(folder, "trainer", "state.json")
     state.write_text(json.dumps(change(json.loads(state.read_text()))))
+
+
+def split(batch, values):
+    """The values of a micro-batch's tokens, [C], as {s: [len]}."""
+    target = {}
+    batch.put(values, target)
+    return target
 
 
 def without_times(metrics):

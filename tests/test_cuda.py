@@ -13,7 +13,7 @@ from attention import packed_attention
 from model import load_policy
 from packing import Segments, micro_batch, pack
 from runtime.logprobs import product
-from runs import shut_down
+from runs import shut_down, split
 from test_packing import episode
 from weights import engine_weights
 
@@ -98,7 +98,7 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
         batch = batch.to("cuda")
         logp, _ = policy(batch, 1.0)
         logp.sum().backward()
-        for s, values in batch.split(logp.detach().cpu()).items():
+        for s, values in split(batch, logp.detach().cpu()).items():
             ids, spans = torch.from_numpy(rollouts[s].ids).long(), rollouts[s].spans
             with torch.no_grad():
                 table = plain(ids[None]).logits[0].log_softmax(-1)
@@ -107,7 +107,7 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     assert torch.cat(gaps).mean() < 0.05
     assert all(p.grad.full_tensor().isfinite().all() for p in policy.parameters())
     policy.zero_grad()
-    logp, _ = policy(micro_batch([], [], 1).to("cuda"), 1.0)
+    logp, _ = policy(micro_batch([], 1).to("cuda"), 1.0)
     logp.sum().backward()
     assert len(logp) == 0 and not any(p.grad.full_tensor().any() for p in policy.parameters())
 

@@ -940,6 +940,37 @@ def test_turns_are_paid_at_their_last_token(gamma, lam):
     assert [x.isnan().any().item() for x in adv.split(lengths)] == [False, False, True, False]
 
 
+@pytest.mark.parametrize("lam", [1.0, 0.9, 0.0])
+def test_each_row_of_an_episode_has_a_gae_that_ends_with_what_later_rows_earn(lam):
+    """As train_ppo.py puts them together. The second episode has one row, and the last has no score."""
+    rows, kl_coef = [[3, 1, 2], [4], [2, 5], [1, 2]], 0.2
+    paid = [{5: 2.0}, {3: -1.0}, {0: 0.5, 4: 1.0, 6: 3.0}, {2: math.nan}]
+    lengths = [sum(row) for row in rows]
+    kl, values = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    rewards = losses.token_rewards(paid, kl, kl_coef, lengths)
+    before = rewards.clone()
+    adv, ret = losses.gae(losses.with_later_rows(rewards, rows), values, sum(rows, []), 1.0, lam)
+    expected, c = [], 0
+    for row, earned in zip(rows, paid):
+        tokens = [earned.get(t, 0.0) - kl_coef * kl[c + t].item() for t in range(sum(row))]
+        first = 0
+        for length in row:
+            own = tokens[first:first + length]
+            own[-1] += sum(tokens[first + length:])
+            expected += slow_gae(own, values[c + first:c + first + length].tolist(), 1.0, lam)
+            first += length
+        c += first
+    assert adv.tolist() == pytest.approx(expected, nan_ok=True) and torch.equal(rewards[:17], before[:17])
+    assert ret.tolist() == pytest.approx([a + v for a, v in zip(expected, values.tolist())], nan_ok=True)
+    assert adv[:17].isfinite().all() and adv[17:].isnan().all()
+    if lam == 1:                                                # every token's return is what follows it
+        assert ret[0].item() == pytest.approx(2 - kl_coef * kl[:6].sum().item())
+    example = losses.with_later_rows(torch.tensor([1.0, 0, 2, 0, 5]), [[2, 1, 1], [1]])
+    assert example.tolist() == [1, 2, 2, 0, 5]
+    assert torch.equal(losses.with_later_rows(kl, [[n] for n in lengths]), kl)
+    assert losses.with_later_rows(torch.zeros(0), []).tolist() == []
+
+
 def test_gae_by_hand():
     rewards, values = torch.tensor([0.0, 0, 1, 2]), torch.tensor([0.0, 0, 0, 0.5])
     adv, ret = losses.gae(rewards, values, [3, 1], 1.0, 0.5)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 import losses
 import model
 from losses import value_loss
+from runs import split
 from runtime import logprobs
 from runtime.logprobs import LogprobsFromHidden, head_logits, product
 from model import Policy, load_critic, load_policy, make_optimizer, token_logprobs, token_values
@@ -52,8 +53,8 @@ def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh,
     for batch in pack(rollouts, range(30), budget):
         logp, entropy = policy(batch, temperature)
         (logp * batch.flat(weights)).sum().backward()
-        found |= batch.split(logp.detach())
-        found_entropies |= batch.split(entropy.detach())
+        batch.put(logp.detach(), found)
+        batch.put(entropy.detach(), found_entropies)
     for s in range(30):
         torch.testing.assert_close(found[s], logps[s].detach(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found_entropies[s], entropies[s].detach(), atol=1e-5, rtol=1e-5)
@@ -84,7 +85,7 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
     assert len(batches) > 1 and any(len(batch.sequences) > 1 for batch in batches)
     for batch in batches:
         logp, _ = policy(batch, temperature)
-        for s, part in batch.split(logp.detach()).items():
+        for s, part in split(batch, logp.detach()).items():
             torch.testing.assert_close(part, logps[s].detach(), atol=1e-5, rtol=1e-5)
             assert torch.equal(part, without_gradient[s])
         token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.flat(adv),
@@ -161,7 +162,7 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
 @pytest.mark.parametrize("loss_type", losses.LOSSES)
 def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
     """Put together as the scripts do, with every correction: a loss of 0, and a gradient of 0, not none."""
-    policy, batch = load_policy(folder, mesh, torch.float32), micro_batch([], [], 1)
+    policy, batch = load_policy(folder, mesh, torch.float32), micro_batch([], 1)
     rollouts, adv = random_rollouts(3, 256), torch.randn(3)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
     for correction in losses.CORRECTIONS:
@@ -170,11 +171,11 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         token_loss, low, high = losses.LOSSES[loss_type](
             logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp)
         weights = losses.CORRECTIONS[correction](old_logp, engine_logp, mean=batch.mean,
-                                                 lengths=batch.flat(lengths), low=0.5, high=2.0)
+                                                 lengths=batch.sequence_lengths, low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)
         loss = (batch.flat(adv) * (weights * token_loss + 0.1 * kl - 0.1 * entropy)).sum()
         loss.backward()
-        assert loss.item() == 0 and len(low | high) == 0 and batch.split(logp.detach()) == {}
+        assert loss.item() == 0 and len(low | high) == 0 and split(batch, logp.detach()) == {}
         assert all(p.grad is not None and not p.grad.full_tensor().any() for p in policy.parameters())
         policy.zero_grad()
 
@@ -316,7 +317,7 @@ def test_faster_layers_compute_the_same(folder, mesh, monkeypatch, way):
         for batch in pack(rollouts, range(12), 150):            # rows of several lengths
             logp, _ = policy(batch, 1.0)
             logp.sum().backward()
-            logps |= batch.split(logp.detach())
+            batch.put(logp.detach(), logps)
         found.append([torch.cat([logps[s] for s in range(12)])] + [p.grad.full_tensor() for p in policy.parameters()])
     norms = [part for part in policy.modules() if isinstance(getattr(part, "forward", None), functools.partial)]
     assert len(norms) == (9 if way == "fused_norms" else 0)     # four in each of two layers, and the last one
@@ -367,7 +368,7 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         (batch,) = pack(rollouts, range(8), 400)
         logp, entropy = policy(batch, 1.0)
         assert logp.shape == entropy.shape == batch.targets.shape
-        old = batch.split(logp.detach())
+        old = split(batch, logp.detach())
         loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.flat(adv), mean=batch.mean)
         (batch.flat(adv) * loss).sum().backward()
         assert all(p.grad is not None for p in policy.parameters())
@@ -468,7 +469,7 @@ def test_values_of_a_bfloat16_critic_are_not_rounded(folder, mesh):
 
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):
-    critic, batch = load_critic(folder, mesh, torch.float32), micro_batch([], [], 1)
+    critic, batch = load_critic(folder, mesh, torch.float32), micro_batch([], 1)
     loss, clipped = value_loss(critic(batch), batch.flat({}), batch.flat({}), 0.5)
     loss.sum().backward()
     assert loss.sum().item() == len(clipped) == 0

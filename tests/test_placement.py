@@ -59,7 +59,7 @@ def whole(folder, reward_file, tmp_path_factory):
 def sampled_for(run, step):
     """The Rollouts of a step."""
     fields = Rollout.__dataclass_fields__
-    arrays = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32}
+    arrays = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32, "row_starts": np.int32}
     return [Rollout(**{key: np.array(value, arrays[key]) if key in arrays else value
                        for key, value in row.items() if key in fields}
                     | {"versions": tuple(map(tuple, row["versions"]))}) for row in kept_rollouts(run, step)]

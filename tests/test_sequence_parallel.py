@@ -28,7 +28,7 @@ def trained(folder, size, checkpointing, names):
     share = shares[mesh.get_rank()]
     for batch in micro_batches(policy, rollouts, share, 60):
         logp, entropy = policy(batch, 0.8)
-        found |= batch.split(torch.stack([logp, entropy], 1).detach())
+        batch.put(torch.stack([logp, entropy], 1).detach(), found)
         loss = batch.mean(logp) ** 2 + batch.flat(torch.linspace(-1, 1, 14)) * logp.exp() + 0.3 * entropy
         ((loss * batch.flat(WEIGHTS)).sum() * mesh.size()).backward()
         sizes.append((batch.input_ids.shape[1], batch.cut.leader, len(logp)))

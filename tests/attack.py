@@ -169,7 +169,6 @@ CUT = changed("cut short", lambda text: text[:len(text) // 2])
 FLIPPED = changed("with a flipped bit", lambda text: text[:20] + bytes([text[20] ^ 1]) + text[21:])
 REMOVED = Harm("removed", os.remove)
 LOOP = made("a loop", lambda path: os.symlink(path, path))
-DAMAGES = [CUT, FLIPPED, b"", REMOVED, FOLDER, FIFO, link("/etc/hostname")]
 DEEP, GARBAGE = b"[" * 100_000, bytes(range(256)) * 1000
 EVIL = [pickled_call("os", "mkdir", OWNED),
         pickled_call("builtins", "exec", f"import os; os.mkdir('{OWNED}')")]

@@ -143,7 +143,7 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 # the rollouts 0 and 1, with two sampled tokens each, then C = 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]              {s: [len]} becomes [C]
 #     batch.flat([x, y, z])               returns [x, x, y, y]              [N] becomes [C], without rollout 2
-#     batch.split([a, b, c, d])           returns {0: [a, b], 1: [c, d]}    [C] becomes {s: [len]}
+#     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d], so [C] to {s: [len]}
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
 # C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
 # empty ones. In a sequence_group one rank gets the results and has the loss; on the others C = 0, but the

@@ -163,7 +163,7 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
 def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
     """Put together as the scripts do, with every correction: a loss of 0, and a gradient of 0, not none."""
     policy, batch = load_policy(folder, mesh, torch.float32), micro_batch([], 1)
-    rollouts, adv = random_rollouts(3, 256), torch.randn(3)
+    adv = torch.randn(3)
     for correction in losses.CORRECTIONS:
         logp, entropy = policy(batch, 1.0)
         old_logp, engine_logp = batch.flat({}), logp.detach()

@@ -457,6 +457,26 @@ def token_rewards(rewards, kl, kl_coef, lengths):
     return -kl_coef * kl + added
 
 
+def with_later_rows(rewards, row_lengths):
+    """Return rewards [C] to which, at the last token of each row, the rewards of its episode's later rows are
+    added.
+
+    row_lengths: for each episode a list with the number of tokens of each row; together they sum to C. An
+    episode has one score, most often at the end of its last row. An earlier row also led to it, but gae reads
+    each row by itself. With one row per episode nothing changes. NaN stays NaN.
+    Example: rewards [1, 0, 2, 0, 5], row_lengths [[2, 1, 1], [1]] -> [1, 2, 2, 0, 5].
+    """
+    added = torch.zeros_like(rewards)
+    end = 0
+    for lengths in row_lengths:
+        last = end + sum(lengths)                                 # where the episode ends
+        for length in lengths[:-1]:
+            end += length
+            added[end - 1] = rewards[end:last].sum()
+        end = last
+    return rewards + added
+
+
 def gae(rewards, values, lengths, gamma, lam):
     """Return advantages [C] and returns [C] by generalised advantage estimation over each sequence's tokens.
 

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 # ---------------------------------------------------------------- advantages
 # Each function is called with (scores, num_generations, lengths=..., rewards=...) and declares the keywords
-# that it uses. It returns the advantages in float32: [N], or {s: [len]} if each token has an advantage of its
-# own. The statistics are computed in float64.
+# that it uses. It returns the advantages in float32: [N], or if each token has an advantage of its own a dict
+# {s: [len]} with a tensor for completion s. The statistics are computed in float64.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   rewards: for each completion a dict {index of a sampled token: the part of the score that this token
@@ -201,7 +201,8 @@ ADVANTAGES = {
 
 def shaped(rollouts, scores):
     """Return the rewards of each rollout, {token: reward}, so that they add up to its score in `scores`. The
-    amount by which a KL or a penalty has changed the score is added to the last reward."""
+    amount by which a KL or a penalty has changed the score is added to the last reward. A rollout without
+    any rewards, because no scorer has set them, stays without."""
     result = [dict(r.rewards) for r in rollouts]
     for rewards, score in zip(result, scores.tolist()):
         if rewards:
@@ -220,7 +221,8 @@ def overlong_penalty(lengths, max_length, buffer):
 # Each function is called with (logp, old_logp, adv, engine_logp=..., mean=..., epsilon=..., epsilon_high=...)
 # and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and two masks
 # for the logs. They say where clipping acted at the lower bound and where it acted at the upper bound.
-#   engine_logp [C]: the logprobs of the engine that sampled, whatever old_logp is.
+#   old_logp [C]: the logprobs of the policy that the ratio compares with, computed by trainer or engine.
+#   engine_logp [C]: the logprobs of the engine when it sampled, also if old_logp is the trainer's.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
 # -adv * grad(logp). All losses clamp logp - old_logp to [-20, 20]: beyond that exp may overflow, and
@@ -308,8 +310,9 @@ def dppo(logp, old_logp, adv, *, engine_logp, epsilon=0.2, epsilon_high=0.2, **_
     """loss = -stop_gradient(min(ratio, 20)) * adv * logp, with ratio = exp(logp - engine_logp). The loss is 0
     where the probability is more than epsilon below the engine's and adv pushes it further down, and where it
     is more than epsilon_high above and adv pushes it further up. An unlikely token may therefore change by a
-    large factor. The ratio corrects for the engine and for stale rollouts, whatever old_logp is. Binary
-    DPPO-TV, Qi et al. 2026, https://arxiv.org/abs/2602.04879."""
+    large factor. The ratio corrects for the engine and for stale rollouts, because it does not use old_logp.
+    Binary DPPO-TV, Qi et al. 2026, https://arxiv.org/abs/2602.04879."""
+    # out_of_bounds expects a ratio, of which 1 stands for no change. Here it gets 1 + the difference.
     low, high = out_of_bounds(1 + logp.exp() - engine_logp.exp(), adv, epsilon, epsilon_high)
     ratio = (logp - engine_logp).clamp(-20, 20).exp().clamp(max=20)
     loss = torch.where(low | high, 0.0, -ratio.detach() * adv * logp)
@@ -341,9 +344,9 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length", "sequence_sum"
 def sequence_weights(lengths, aggregation, update, num_generations, max_length):
     """Return the weight of each sequence's tokens, [N]. An unknown aggregation raises KeyError.
 
-    lengths [N]: the number of sampled tokens of each sequence of the step. update: the indices of the
-    sequences that this optimizer step trains on, over all ranks, so that the weights and the gradient do not
-    depend on how sequences are dealt and packed. The weights of all other sequences have no meaning.
+    lengths [N]: the number of sampled tokens of each sequence. update: the indices of the sequences that this
+    optimizer step trains on, over all ranks, so that the weights and the gradient do not depend on how these
+    are dealt to ranks and packed into rows. The weights of all other sequences have no meaning.
     """
     num_sequences = len(update)
     divisors = {
@@ -529,8 +532,8 @@ def value_loss(value, old_value, ret, value_clip):
 
 def schedule(peak, step, steps, kind, warmup=0):
     """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). It is 0 before step
-    0."""
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). At a negative step,
+    as in the warm-up of PPO's critic, it is 0."""
     if step < 0:
         return 0.0
     if step < warmup:

@@ -235,7 +235,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         ITSELF: "num_mini_batches=3; num_generations=1 prompts_per_step=4",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
-        "max_num": "advantage=reinforce++",
+        "max_num": "advantage=reinforce++; advantage=turns",
         runs(): "seed=0; max_num_gen_batches=0; max_num_gen_batches=17; "
                 "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0"}),
     ([PPO], {ITSELF: "critic_warmup_steps=2; num_mini_batches=3; reference_model=tiny",

@@ -399,6 +399,25 @@ def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
     loss, norm = slow_step(model, rows, advantages)
     assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # turns: what is still to come, compared with the others' at the word of the same number. The same is sampled.
+    metrics, _ = train(folder, tmp_path / "turns", reward, "--advantage=turns", "--max_steps=1")
+    assert [row["ids"] for row in kept_rollouts(tmp_path / "turns", 0)] == [row["ids"] for row in rows]
+    to_go = []                                                      # per row what is still to come at its words
+    for row in rows:
+        ends = sorted({t for t, _ in row["rewards"]} | {len(row["logprobs"]) - 1})
+        to_go.append([sum(r for t, r in row["rewards"] if t >= end) for end in ends])
+    advantages = []
+    for s, row in enumerate(rows):
+        group = [to_go[o] for o in range(s - s % 4, s - s % 4 + 4) if o != s]
+        advantages.append([])
+        for place in range(len(row["logprobs"])):
+            word = sum(t < place for t, _ in row["rewards"])
+            there = [other[word] for other in group if len(other) > word]
+            advantages[-1].append(to_go[s][word] - (sum(there) / len(there) if there else 0.0))
+    model.zero_grad()
+    loss, norm = slow_step(model, rows, advantages)
+    assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
     # PPO's returns: what is still to come, for the mean over all tokens.
     metrics, _ = train(folder, tmp_path / "ppo", reward, "--max_steps=2", "--critic_warmup_steps=1",
                        script="train_ppo.py")

@@ -146,6 +146,7 @@ def test_a_run_does_not_lose_what_it_remembers(dapo_run, tmp_path, change, messa
     (["--overlong_buffer=-1"], "overlong_buffer=-1: must not be negative"),
     (["--advantage=reinforce++"],
      "max_num_gen_batches=10 leaves out prompts that teach something with advantage=reinforce++"),
+    (["--advantage=turns"], "max_num_gen_batches=10 leaves out prompts that teach something with advantage=turns"),
     (["--num_mini_batches=3"], "num_mini_batches=3 does not divide"),
     (["--max_num_gen_batch=1"], "did you mean --max_num_gen_batches?")])
 def test_bad_input(folder, tmp_path, arguments, message):

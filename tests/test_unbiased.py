@@ -96,6 +96,19 @@ def test_two_turns(problems):
     assert gradients["grpo_process", "sequence_sum"].tolist() == pytest.approx([0.1176, 0.3386], abs=1e-4)
 
 
+@pytest.mark.parametrize("shift, favours", [(0.0, ("early ends", "late ends")), (-0.8, ("late ends", "early ends"))])
+def test_what_grpo_process_favours_depends_on_the_mean_reward(shift, favours):
+    """The mean reward is 0.45 in the two turns, and below 0 if 0.8 is taken off each reward."""
+    problem = unbiased.two_turns()
+    [episodes] = problem.prompts
+    shifted = [own._replace(rewards={t: reward + shift for t, reward in own.rewards.items()}) for own in episodes]
+    problem = problem._replace(prompts=[shifted])
+    true = unbiased.true_gradient(problem)
+    gradients = unbiased.expected_gradients(problem, ["grpo_process", "turns"])
+    assert [*unbiased.favoured(problem, gradients["grpo_process", "sequence_sum"], true)] == [favours]
+    assert unbiased.compared(gradients["turns", "sequence_sum"], true)[0] < 1e-4
+
+
 def test_the_tables_of_the_page():
     """python -m bench.unbiased prints what docs/recipes.md has."""
     advantages, aggregations = unbiased.tables()

@@ -152,11 +152,12 @@ def turns(scores, num_generations, *, lengths, rewards, **_):
 
     A turn ends at a token with a reward. The tokens after the last reward are a turn with reward 0, so that
     ending early is compared with going on. The return to go is the sum of the rewards of this turn and of the
-    later ones. If each completion has one reward, at its last token, this is rloo. It never divides by a std.
+    later ones. If each completion has one reward, at its last token, this is rloo. As there, nothing is
+    divided by a std, and the only completion of a prompt that has a score gets 0.
 
-    As in rloo, the number that is subtracted depends on other completions alone. In expectation the gradient
-    is therefore that of the mean return, as long as the number of a token's turn does not depend on what is
-    sampled later. bench/unbiased.py enumerates this for small problems.
+    The number that is subtracted depends on other completions alone. With sequence_sum or constant_length the
+    gradient is therefore, in expectation, that of the mean return, as long as the number of a token's turn
+    does not depend on what is sampled later. bench/unbiased.py enumerates this for small problems.
     Example: rewards [{0: 1, 2: 2}, {1: 1}], G = 2, lengths [3, 2] -> [[2, 2, 2], [-2, -2]].
     """
     adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}

@@ -269,7 +269,7 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # names for the requests of episodes
-        self.asked_by = {}                    # {name of such a request: the OpenEpisodes that added it}
+        self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
         """Queue a Request. Raises ValueError if its row may have more than max_length tokens."""

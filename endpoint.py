@@ -193,7 +193,7 @@ class AgentSession:
             if not question.future.set_running_or_notify_cancel():
                 return None
             message = self._add_answer(row, answer)
-            return self._completion(row, message, answer.finish_reason, body.get("stream"))
+            return response_with(self, row, message, answer.finish_reason, body.get("stream"))
         # An agent may send anything.
         except Exception as error:
             self.refused = shown(error)
@@ -292,26 +292,27 @@ class AgentSession:
         if joined.spans:
             self.episode.conversation = joined
 
-    def _completion(self, row, message, finish_reason, stream):
-        """Return the response with an answer, in a single chunk if it is to be streamed."""
-        calls = []
-        turn_calls = message.get("tool_calls", [])
-        for i, call in enumerate(turn_calls):
-            finish_reason = "tool_calls"
-            number = self.episode.counts["calls"] - len(turn_calls) + i         # in the whole episode
-            arguments = json.dumps(call["function"]["arguments"])
-            calls.append({"index": i} | tool_call(number, call["function"]["name"], arguments))
-        start, end = row.conversation.spans[-1]
-        completion = {
-            "id": f"chatcmpl-{len(self.rows)}", "created": 0, "model": "policy",
-            "object": "chat.completion.chunk" if stream else "chat.completion",
-            "choices": [{"index": 0, "finish_reason": finish_reason,
-                         "delta" if stream else "message": message | {"tool_calls": calls}}],
-            "usage": {"prompt_tokens": start, "completion_tokens": end - start, "total_tokens": end}}
-        if not stream:
-            return web.json_response(completion)
-        return web.Response(text=f"data: {json.dumps(completion)}\n\ndata: [DONE]\n\n",
-                            content_type="text/event-stream")
+
+def response_with(session, row, message, finish_reason, stream):
+    """Return the response with an answer, in a single chunk if it is to be streamed."""
+    calls = []
+    turn_calls = message.get("tool_calls", [])
+    for i, call in enumerate(turn_calls):
+        finish_reason = "tool_calls"
+        number = session.episode.counts["calls"] - len(turn_calls) + i      # in the whole episode
+        arguments = json.dumps(call["function"]["arguments"])
+        calls.append({"index": i} | tool_call(number, call["function"]["name"], arguments))
+    start, end = row.conversation.spans[-1]
+    completion = {
+        "id": f"chatcmpl-{len(session.rows)}", "created": 0, "model": "policy",
+        "object": "chat.completion.chunk" if stream else "chat.completion",
+        "choices": [{"index": 0, "finish_reason": finish_reason,
+                     "delta" if stream else "message": message | {"tool_calls": calls}}],
+        "usage": {"prompt_tokens": start, "completion_tokens": end - start, "total_tokens": end}}
+    if not stream:
+        return web.json_response(completion)
+    return web.Response(text=f"data: {json.dumps(completion)}\n\ndata: [DONE]\n\n",
+                        content_type="text/event-stream")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import sys
 import textwrap
@@ -26,12 +27,16 @@ from transformers import AutoModelForCausalLM
 import endpoint
 import runs
 from episodes import OpenEpisodes
+from placement import staleness
 from rewards import Scorer
+from rollout import as_arrays, from_arrays
 from runtime.metrics import rollout_metrics
-from runs import kept_rollouts, lines, refused, without_times
+from runs import begin, finish, kept_rollouts, lines, refused, with_defaults, without_times
 from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,  # noqa: F401
                            player as episode_player, prompts_for)
 from test_many_ranks import gradient
+from test_placement import figures
+from test_survive import count_lines, wait_for
 
 ASK = '''
 import asyncio, json, time, urllib.error, urllib.request
@@ -150,8 +155,21 @@ def test_a_call_that_cannot_be_made_is_text(write):
     assert r.score == 1 and r.finish_reason == "length"
 
 
-def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
-    """Every row of the policy and its logprobs are those of a full forward; the longest is the rollout."""
+def rows_of(r):
+    """For each row of a rollout its ids, its spans in them, and its logprobs."""
+    ends = [*r.row_starts[1:].tolist(), [len(r.ids), len(r.logprobs)]]
+    for (start, first), (end, last) in zip(r.row_starts.tolist(), ends):
+        own = [span for span in r.spans if start <= span[0] < end]
+        yield r.ids[start:end], [tuple(span - start) for span in own], r.logprobs[first:last]
+
+
+def texts_of(r):
+    """For each row what was sampled in it."""
+    return [[TOKENIZER.decode(ids[start:end]) for start, end in spans] for ids, spans, _ in rows_of(r)]
+
+
+def test_an_agent_that_branches_trains_all_its_rows(hf, folder, write):
+    """Logprobs are those of full forwards of each row. A turn that two rows share is sampled in the first."""
     agent = write("""
         def solve(base_url, api_key, row):
             first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
@@ -168,17 +186,71 @@ def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
     rollouts = plays.play(hf, prompts_for([{}]), 8, [5], 120, 0.8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
-    assert {len(r.spans) for r in rollouts} >= {2, 3}
     for r in rollouts:
-        assert r.counts["requests"] == 5 and r.counts["rows"] == 3 and r.counts["untrained_tokens"] > 0
-        text = TOKENIZER.decode(r.ids)
-        assert len(r.spans) == 1 + ("left" in text) + 2 * ("right" in text)
-        assert len(r.logprobs) >= r.counts["untrained_tokens"] / 3 and r.finish_reason == "stop"
-        with torch.no_grad():
-            logps = (model(torch.from_numpy(r.ids).long()[None]).logits[0] / 0.8).log_softmax(-1)
-        places = np.concatenate([np.arange(*span) for span in r.spans])
-        expected = logps[places - 1, r.ids[places].astype(int)]
-        assert (expected - torch.from_numpy(r.logprobs)).abs().max() < 1e-4
+        assert r.counts["requests"] == 5 and r.counts["rows"] == 3 and r.counts["untrained_tokens"] == 0
+        assert r.finish_reason == "stop" and r.versions[0] == (0, 0) and len(r.spans) == 5
+        same, left, right = rows_of(r)
+        assert [len(spans) for _, spans, _ in (same, left, right)] == [1, 2, 2]
+        if r.score == 1:
+            assert "left" in TOKENIZER.decode(left[0]) and "right" in TOKENIZER.decode(right[0])
+        _, end = left[1][0]                                     # of the turn that both rows have
+        assert np.array_equal(right[0][:end], left[0][:end]) and right[1][0][0] > end
+        assert len(r.completion) in (3, 5) and r.row["prompt"][0]["content"] == "Go."
+        for ids, spans, logprobs in (same, left, right):
+            assert spans[-1][1] == len(ids)
+            with torch.no_grad():
+                logps = (model(torch.from_numpy(ids).long()[None]).logits[0] / 0.8).log_softmax(-1)
+            places = np.concatenate([np.arange(*span) for span in spans])
+            expected = logps[places - 1, ids[places].astype(int)]
+            assert (expected - torch.from_numpy(logprobs)).abs().max() < 1e-4
+
+
+def test_rows_come_in_the_order_of_their_last_answers(write):
+    """And a turn that two share is sampled in the one that ended first, whichever began first."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+            left = first + [user("l")]
+            left += [ask(base_url, api_key, left), user("again")]
+            ask(base_url, api_key, [user("aside")])
+            ask(base_url, api_key, first + [user("r")])
+            left += [ask(base_url, api_key, left), user("x")]
+            ask(base_url, api_key, left[:-3] + [user("other")])
+            return 1.0
+    """)
+    (r,) = played(player(agent), [[f"{text}<|end|>" for text in ("a", "bb", "c", "dd", "eeeee", "f")]])
+    assert texts_of(r) == [["c<|end|>"], ["a<|end|>", "dd<|end|>"], ["bb<|end|>", "eeeee<|end|>"], ["f<|end|>"]]
+    assert r.counts["rows"] == 4 and r.counts["untrained_tokens"] == 0 and r.row_lengths == [2, 5, 9, 2]
+    assert [m["content"] for m in r.completion] == ["a", "l", "bb", "again", "eeeee"]       # of the longest row
+    assert r.rewards == {len(r.logprobs) - 1: 1.0}
+    ids = [TOKENIZER.decode(ids) for ids, _, _ in rows_of(r)]
+    shared = "<|user|>Go.<|end|><|assistant|>a<|end|><|user|>"
+    assert ids[1].endswith(f"{shared}r<|end|><|assistant|>dd<|end|>")
+    assert ids[3].endswith(f"{shared}l<|end|><|assistant|>bb<|end|><|user|>other<|end|><|assistant|>f<|end|>")
+    r.ids[r.places] = 0                                         # what is left was never sampled, or only before
+    assert "eeeee" not in TOKENIZER.decode(r.ids) and TOKENIZER.decode(r.ids).count("a<|end|>") == 2
+
+
+def test_versions_of_rows_are_those_of_their_tokens(write):
+    """Weights that come in the middle of turns; the second row has the shared turn's version no more."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+            ask(base_url, api_key, first + [user("l")])
+            ask(base_url, api_key, first + [user("r")])
+    """)
+
+    class Ages(Says):
+        def step(self):
+            self.version = self.version + 1
+            return [answer._replace(versions=((0, self.version), (1, self.version + 10)))
+                    for answer in super().step()]
+
+    (r,) = player(agent).play(Ages(["a<|end|>", "bb<|end|>", "c<|end|>"]), prompts_for([{}]), 1, [0], 5000, 1.0)
+    assert r.row_starts[:, 1].tolist() == [0, 5]
+    assert r.versions == ((0, 1), (1, 11), (2, 2), (3, 12), (5, 3), (6, 13))
+    assert staleness([r], 20) == {"async/staleness/max": 19, "async/staleness/mean": pytest.approx(
+        (19 + 9 + 18 + 8 + 8 + 17 + 7) / 7)}
 
 
 def test_another_history_begins_another_row(write):
@@ -192,8 +264,11 @@ def test_another_history_begins_another_row(write):
             ask(base_url, api_key, row["prompt"] + [{"role": "assistant", "content": "made up"}, user("?")])
     """)
     (r,) = played(player(agent), [["the longest of all<|end|>", "b<|end|>", "c<|end|>", "d<|end|>"]])
-    assert parts_of(r)[1:] == ["the longest of all<|end|>"] and r.counts["rows"] == 4
-    assert r.counts["untrained_tokens"] == 6 and math.isnan(r.score) and r.parts == {}
+    assert texts_of(r) == [["the longest of all<|end|>"], ["b<|end|>"], ["c<|end|>"], ["d<|end|>"]]
+    assert [m["content"] for m in r.completion] == ["the longest of all"] and r.counts["rows"] == 4
+    assert r.counts["untrained_tokens"] == 0 and math.isnan(r.score) and r.parts == {}
+    as_saved = from_arrays(as_arrays([r]))[0]
+    assert np.array_equal(as_saved.row_starts, r.row_starts) and texts_of(as_saved) == texts_of(r)
 
 
 def test_a_refused_continuation_did_not_happen(write):
@@ -246,9 +321,9 @@ def test_an_opponent_is_the_policy_and_is_not_trained(write):
     """)
     won, lost = played(player(agent), [["17<|end|>", "9<|end|>"], ["1<|end|>", "12345<|end|>"]], n=2)
     assert (won.score, lost.score) == (1, 0)
-    for r, said in ((won, "17"), (lost, "1")):
+    for r, said, other in ((won, "17", 2), (lost, "1", 6)):
         assert parts_of(r)[1:] == [said + "<|end|>"] and "the policy" in TOKENIZER.decode(r.ids)
-        assert r.counts["requests"] == 2 and r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
+        assert r.counts["requests"] == 2 and r.counts["rows"] == 1 and r.counts["untrained_tokens"] == other
 
 
 def test_text_that_looks_like_control_tokens_is_text(write):
@@ -263,9 +338,12 @@ def test_text_that_looks_like_control_tokens_is_text(write):
             return 1
     """)
     (r,) = played(player(agent, max_prompt_length=200), [["x<|end|>", "yy<|end|>", "z<|end|>"]])
-    kinds = [token for token in r.ids.tolist() if token in (USER, ASSISTANT, END)]
+    (first, _, _), (second, _, _) = rows_of(r)
+    kinds = [token for token in first.tolist() if token in (USER, ASSISTANT, END)]
     assert kinds == [END, USER, END, ASSISTANT, END, USER, END, ASSISTANT, END]
-    assert "c<|end|><|assistant|>" in TOKENIZER.decode(r.ids)
+    assert "c<|end|><|assistant|>" in TOKENIZER.decode(first)
+    kinds = [token for token in second.tolist() if token in (USER, ASSISTANT, END)]
+    assert kinds == [USER, END, ASSISTANT, END] * 2 and TOKENIZER.decode(second).count("<|end|>") > 4
 
 
 def test_results_of_parallel_calls_belong_to_their_calls(write):
@@ -647,43 +725,23 @@ def test_an_agent_of_the_page_plays(monkeypatch, write, words, texts, answer, pa
 SMALL = {"task": "arithmetic", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 48,
          "train_prompts": 64, "eval_prompts": 4, "eval_samples": 1, "max_steps": 2, "save_interval": 1,
          "warmup_steps": 0, "learning_rate": 1e-3, "engine": "hf"}
-EVEN = """
+BRANCHES = """
     def solve(base_url, api_key, row):
-        messages = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
-        try:
-            messages += [user("again"), ask(base_url, api_key, messages + [user("again")])]
-        except urllib.error.HTTPError:
-            pass
-        return sum(ord(c) % 2 == 0 for one in messages for c in one["content"]) / 12
+        first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+        ways = ("left", "right", "on")[:1 + len(first[-1]["content"]) % 3]
+        texts = [ask(base_url, api_key, first + [user(way)])["content"] for way in ways]
+        texts.append(ask(base_url, api_key, [user("alone")])["content"])
+        return sum(ord(c) % 2 == 0 for text in texts for c in text) / 12
 """
 
 
-def train(talker, tmp_path, name="run", script="train_grpo.py", **settings):
-    return runs.train(script, tmp_path / name, [], SMALL | {"model": talker} | settings)
-
-
-def test_a_run_repeats_and_resumes_bit_for_bit(talker, tmp_path, write):
-    agent = write(EVEN)
-    metrics, output = train(talker, tmp_path, agent=agent)
-    assert metrics[0]["grad_norm"] > 0 and metrics[1]["sampling/sampling_logp_difference/max"] < 1e-4
-    assert metrics[0]["rewards/solve/mean"] == pytest.approx(metrics[0]["reward"])
-    assert 1 < metrics[0]["episodes/turns"] <= 2 and metrics[0]["episodes/rows"] == 1
-    again, _ = train(talker, tmp_path, "again", agent=agent)
-    assert without_times(again) == without_times(metrics) and "does not repeat" not in output
-    train(talker, tmp_path, "half", agent=agent, max_steps=2, keep_checkpoints=3)
-    write(EVEN + "\n        # changed\n")
-    resumed, output = train(talker, tmp_path, "resumed", agent=agent, call_workers=0,
-                            resume=tmp_path / "half" / "checkpoint-1")
-    assert without_times(resumed)[0] == without_times(metrics)[1]
-    sample = lines(tmp_path / "run", "samples.jsonl")[0]
-    assert [one["role"] for one in sample["completion"]][:2] == ["assistant", "user"]
+def train(talker, tmp_path, name="run", script="train_grpo.py", ranks=1, **settings):
+    return runs.train(script, tmp_path / name, [], SMALL | {"model": talker} | settings, ranks=ranks)
 
 
 def test_what_a_run_refuses(tmp_path, write, reward_file):
-    agent = f"--agent={write(EVEN)}"
+    agent = f"--agent={write(BRANCHES)}"
     refused([agent, "--tools=x.py:f", "--engine=hf"], "agent's own", tmp_path)
-    refused([agent, "--engine=hf", "--rollout_ranks=1"], "train_async.py plays no agents", tmp_path,
-            script="train_async.py", ranks=2)
     refused([f"--agent={write('def solve(base_url): ...')}", "--engine=hf"],
             ":solve, before its first turn: raised TypeError", tmp_path)
 
@@ -695,30 +753,111 @@ def test_no_other_run_opens_the_endpoint(tmp_path):
     runs.forked(tmp_path / "log", tmp_path / "plays.py")
 
 
-BRANCHES = """
-    def solve(base_url, api_key, row):
-        first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
-        texts = [ask(base_url, api_key, first + [user(way)])["content"] for way in ("left", "right")]
-        texts.append(ask(base_url, api_key, [user("alone")])["content"])
-        return sum(ord(c) % 2 == 0 for text in texts for c in text) / 12
-"""
-
-
-def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, write):
-    """Over the rows that are trained, one after the other, with an advantage that counts episodes."""
-    metrics, _ = train(talker, tmp_path, agent=write(BRANCHES), max_steps=1, grad_clip=0, temperature=0.9)
-    assert metrics[0]["episodes/rows"] == 3 and metrics[0]["episodes/untrained_tokens"] > 0
-    rows = kept_rollouts(tmp_path / "run", 0)
-    model = AutoModelForCausalLM.from_pretrained(talker, dtype=torch.float32)
-    scores = np.array([row["score"] for row in rows]).reshape(-1, SMALL["num_generations"])
+@pytest.mark.parametrize("ranks, aggregation, budget", [
+    (1, "token_mean", 8192), (2, "token_mean", 130), (1, "sequence_mean", 130), (2, "sequence_mean", 8192)])
+def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, write, ranks, aggregation, budget):
+    """Over all rows, by plain forwards in float64. An advantage, and with sequence_mean a weight, is an episode's."""
+    metrics, _ = train(talker, tmp_path, agent=write(BRANCHES), max_steps=1, grad_clip=0, temperature=0.9,
+                       ranks=ranks, loss_aggregation=aggregation, token_budget=budget, eval_prompts=2,
+                       max_prompt_length=60)
+    assert 2.2 < metrics[0]["episodes/rows"] < 4 and metrics[0]["episodes/untrained_tokens"] == 0
+    episodes = kept_rollouts(tmp_path / "run", 0)
+    assert len({len(one["row_starts"]) for one in episodes}) > 1
+    assert metrics[0]["completions/trained_tokens"] == sum(one["length"] for one in episodes)
+    model = AutoModelForCausalLM.from_pretrained(talker, dtype=torch.float64)
+    scores = np.array([one["score"] for one in episodes]).reshape(-1, SMALL["num_generations"])
     std = scores.std(1, keepdims=True, ddof=1)
     advantages = ((scores - scores.mean(1, keepdims=True)) / (std + 1e-4)).flatten()
-    tokens = sum(row["length"] for row in rows)
-    for row, advantage in zip(rows, advantages):
-        logps = (model(torch.tensor(row["ids"])[None]).logits[0] / 0.9).log_softmax(-1)
-        for start, end in row["spans"]:
-            for place in range(start, end):
-                (-advantage / tokens * logps[place - 1, row["ids"][place]]).backward(retain_graph=True)
+    tokens = sum(one["length"] for one in episodes)
+    loss = 0
+    for one, advantage in zip(episodes, advantages):
+        weight = 1 / tokens if aggregation == "token_mean" else 1 / one["length"] / len(episodes)
+        starts = [start for start, _ in one["row_starts"]]
+        for start, end in zip(starts, [*starts[1:], len(one["ids"])]):
+            logps = (model(torch.tensor(one["ids"][start:end])[None]).logits[0] / 0.9).log_softmax(-1)
+            for first, last in one["spans"]:
+                for place in range(max(first, start), min(last, end)):
+                    loss = loss - weight * advantage * logps[place - 1 - start, one["ids"][place]]
+    loss.backward()
     found = gradient(tmp_path / "run" / "checkpoint-1")
     slow = torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
-    assert len(found) == len(slow) and (found - slow).norm() < 1e-3 * slow.norm()
+    assert len(found) == len(slow) and (found - slow).norm() < 1e-5 * slow.norm() > 0
+
+
+@pytest.fixture(scope="module")
+def whole(talker, tmp_path_factory):
+    """The folder of a run of three steps that nothing interrupts, with its file branches.py, and what it printed."""
+    folder = tmp_path_factory.mktemp("agent")
+    (folder / "branches.py").write_text(ASK + textwrap.dedent(BRANCHES))
+    _, output = train(talker, folder, agent=f"{folder}/branches.py:solve", **THREE)
+    return folder, output
+
+
+THREE = {"max_steps": 3, "eval_prompts": 2, "eval_interval": 2}
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(talker, tmp_path, write, whole):
+    """Also if the agent's file is another now."""
+    folder, output = whole
+    metrics = lines(folder / "run")
+    assert metrics[0]["grad_norm"] > 0 and metrics[1]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert metrics[0]["rewards/solve/mean"] == pytest.approx(metrics[0]["reward"])
+    assert metrics[0]["episodes/turns"] == metrics[0]["episodes/requests"] == metrics[0]["episodes/rows"] + 1
+    assert "does not repeat" not in output
+    settings = SMALL | THREE | {"model": talker, "agent": write(BRANCHES)}
+    command = ["train_grpo.py", *with_defaults([f"--out_dir={tmp_path}/run", "--resume=auto"], settings)]
+    (process,) = begin(tmp_path / "log", *command)
+    wait_for(lambda: count_lines(tmp_path / "run") > 1, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    write(BRANCHES + "\n        # changed\n")
+    output = finish(begin(tmp_path / "log", *command), tmp_path / "log")
+    assert f"resumes {tmp_path}/run/checkpoint-" in output
+    assert without_times(lines(tmp_path / "run")) == without_times(metrics)
+    samples = lines(tmp_path / "run", "samples.jsonl")
+    assert samples == lines(folder / "run", "samples.jsonl")
+    # The messages are those of one row, the tokens those of all.
+    roles = {" ".join(message["role"] for message in sample["completion"]) for sample in samples}
+    assert "assistant user assistant" in roles <= {"assistant", "assistant user assistant"}
+    assert min(len(sample["tokens"]) for sample in samples) >= 3
+
+
+def test_engines_apart_play_the_same_episodes(talker, tmp_path, whole):
+    """One trainer and one engine that take turns have the figures of train_grpo.py, bit for bit."""
+    folder, _ = whole
+    apart, output = train(talker, tmp_path, "apart", "train_async.py", 2, max_staleness=0,
+                          engine_correction="none", agent=f"{folder}/branches.py:solve", **THREE)
+    assert figures(apart) == figures(lines(folder / "run")) and apart[0]["episodes/rows"] > 2
+    assert lines(tmp_path / "apart", "samples.jsonl") == lines(folder / "run", "samples.jsonl")
+    assert "does not repeat" not in output
+
+
+def test_ppo_pays_all_rows_with_the_score_of_the_episode(talker, tmp_path, whole):
+    """By loops over each row, with values of 0: a row's last token is paid with what later rows earn."""
+    folder, _ = whole
+    metrics, _ = train(talker, tmp_path, "ppo", "train_ppo.py", critic_learning_rate=0, critic_warmup_steps=0,
+                       lam=0.72, agent=f"{folder}/branches.py:solve", **THREE | {"max_steps": 1})
+    returns, scores = [], []
+    for one in kept_rollouts(folder / "run", 0):
+        firsts = [first for _, first in one["row_starts"]]
+        for first, end in zip(firsts, [*firsts[1:], one["length"]]):
+            returns += [one["score"] * 0.72 ** (end - 1 - token) for token in range(first, end)]
+        scores.append(one["score"])
+    mean = sum(returns) / len(returns)
+    std = (sum((x - mean) ** 2 for x in returns) / len(returns)) ** 0.5
+    assert metrics[0]["critic/rewards/mean"] == pytest.approx(sum(scores) / len(scores), rel=1e-4)
+    assert metrics[0]["critic/returns/mean"] == pytest.approx(mean, rel=1e-4)
+    assert metrics[0]["critic/advantages/max"] == pytest.approx((max(returns) - mean) / std, rel=1e-4)
+    assert metrics[0]["critic/advantages/min"] == pytest.approx((min(returns) - mean) / std, rel=1e-4)
+
+
+def test_dapo_shortens_by_the_longest_row(talker, tmp_path, write):
+    metrics, _ = train(talker, tmp_path, "run", "train_dapo.py", agent=write(BRANCHES), max_steps=1, eval_prompts=2,
+                       max_num_gen_batches=0, overlong_buffer=40)
+    shaped = []
+    for one in kept_rollouts(tmp_path / "run", 0):
+        places = [place for start, end in one["spans"] for place in range(start, end)]
+        ends = [start for start, _ in one["row_starts"][1:]] + [len(one["ids"])]
+        longest = max(end - places[first] for (_, first), end in zip(one["row_starts"], ends))
+        shaped.append(one["score"] + min(0, max(-1, (48 - 40 - longest) / 40)))
+    assert metrics[0]["rewards/shaped/mean"] == pytest.approx(sum(shaped) / len(shaped), rel=1e-4)

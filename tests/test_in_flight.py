@@ -313,7 +313,7 @@ def test_what_is_aborted_leaves_nothing_behind(vllm):
         sample.until(4)
     sample.episodes.step()
     sample.abort()
-    assert not (sample.open or vllm.versions or vllm.tables or vllm.sampled_counts() or vllm.added)
+    assert not (sample.open or vllm.versions or vllm.asked_by or vllm.sampled_counts() or vllm.added)
     vllm.in_flight = False
     vllm.switch(0)                                              # no request is in flight
     vllm.in_flight = True

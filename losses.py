@@ -33,7 +33,7 @@ def in_groups(values, num_generations):
     """Return values [N] as [P, G]. Raises ValueError if N is no multiple of G."""
     if len(values) % num_generations:
         raise ValueError(f"{len(values)} rollouts are not groups of num_generations={num_generations}: each "
-                         "prompt has that many, side by side, and each is one row of tokens")
+                         "prompt has that many adjacent ones")
     return values.view(-1, num_generations)
 
 
@@ -462,12 +462,12 @@ def token_rewards(rewards, kl, kl_coef, lengths):
 
 
 def with_later_rows(rewards, row_lengths):
-    """Return rewards [C] to which, at the last token of each row, the rewards of its episode's later rows are
-    added.
+    """Return rewards [C] in which the last token of each row also has the rewards of its episode's later rows.
 
-    row_lengths: for each episode a list with the number of tokens of each row; together they sum to C. An
-    episode has one score, most often at the end of its last row. An earlier row also led to it, but gae reads
-    each row by itself. With one row per episode nothing changes. NaN stays NaN.
+    An agent's episode may have several rows of tokens, and gae reads each row by itself. The score of the
+    episode most often belongs to the last row, but the earlier rows led to it as well. row_lengths: for each
+    episode a list with the number of tokens of each row; together they sum to C. With one row per episode
+    nothing changes. NaN stays NaN.
     Example: rewards [1, 0, 2, 0, 5], row_lengths [[2, 1, 1], [1]] -> [1, 2, 2, 0, 5].
     """
     added = torch.zeros_like(rewards)

@@ -462,7 +462,7 @@ def token_rewards(rewards, kl, kl_coef, lengths):
 
 
 def with_later_rows(rewards, row_lengths):
-    """Return rewards [C] in which the last token of each row also has the rewards of its episode's later rows.
+    """Return rewards [C] in which the last token of a row also has the rewards of its episode's later rows.
 
     An agent's episode may have several rows of tokens, and gae reads each row by itself. The score of the
     episode most often belongs to the last row, but the earlier rows led to it as well. row_lengths: for each

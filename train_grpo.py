@@ -130,7 +130,7 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 # ---------------------------------------------------------------- the loop
 # A step has N rollouts, those of all ranks together. The loop calls them by their index s, from 0 to N - 1.
 # A rollout r has these attributes:
-#     r.ids        the tokens of its row: the prompt, the sampled ones, and those that an environment inserted
+#     r.ids        the tokens of its row, or of an agent's rows: the prompt, the sampled and the inserted ones
 #     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
 #     r.row        the row of the data set that it answers
 #     r.score      the sum that the rewards gave it; NaN if it was not scored
@@ -144,7 +144,7 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]              {s: [len]} becomes [C]
 #     batch.flat([x, y, z])               returns [x, x, y, y]              [N] becomes [C], without rollout 2
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d], so [C] to {s: [len]}
-#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
+#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each row, [C]
 # C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
 # empty ones. In a sequence_group one rank gets the results and has the loss; on the others C = 0, but the
 # backward pass reaches their part of the row.

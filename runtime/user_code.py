@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import types
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
 # The folder in which the run was started. Code of the user's may change the current folder.
@@ -215,6 +216,7 @@ def event_loop():
     # The whole run has one loop for the user's async functions, because a connection belongs to the loop that
     # opened it.
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPerCall())
 
     def run():
         while True:
@@ -224,6 +226,26 @@ def event_loop():
 
     threading.Thread(target=run, name="of user code", daemon=True).start()
     return loop
+
+
+class ThreadPerCall(ThreadPoolExecutor):
+    """What asyncio.to_thread uses in the user's async functions.
+
+    asyncio's own pool has four threads more than there are processors. Agents that wait for answers in them
+    would keep others from asking. The end of the process waits for the pool's threads, and not for these.
+    """
+
+    def submit(self, function, /, *args, **kwargs):
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
 
 
 def make_lenient():

@@ -1066,3 +1066,28 @@ def test_async_functions_that_begin_together_share_a_loop():
     """What a module holds, such as a semaphore or a connection, belongs to one loop."""
     for _ in range(3):
         subprocess.run([sys.executable, "-c", LOOPS], check=True, cwd=Path(rewards.__file__).parent)
+
+
+WAITING = """
+import asyncio, threading, time
+from runtime.user_code import run_async
+barrier = threading.Barrier(64)
+async def gather():
+    return await asyncio.gather(*[asyncio.to_thread(barrier.wait, 20) for _ in range(64)])
+assert len(run_async(gather(), 30)) == 64
+async def failing():
+    await asyncio.to_thread(int, "x")
+try:
+    run_async(failing(), 30)
+except ValueError as error:
+    assert "'x'" in str(error)
+async def hanging():
+    asyncio.create_task(asyncio.to_thread(time.sleep, 60))
+    await asyncio.sleep(0.1)
+run_async(hanging(), 30)
+"""
+
+
+def test_as_many_threads_wait_as_async_functions_ask_for():
+    """asyncio's own pool has six on two processors, and a hanging one of them would keep the process from ending."""
+    subprocess.run([sys.executable, "-c", WAITING], check=True, cwd=Path(rewards.__file__).parent, timeout=30)

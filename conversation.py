@@ -38,7 +38,7 @@ class Conversation:
         self.spans = []
         self.logprobs = []
         self.versions = {}
-        self.row_starts = [(0, 0)]
+        self.row_starts = [(0, 0, len(first.ids))]
 
     def request(self, turn):
         """Return the Request for the next turn, which may take all tokens that are left.

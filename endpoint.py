@@ -103,6 +103,7 @@ class AgentRow:
     opponent: bool              # whether its turns are the opponent's, which is not trained
     continues: object           # the AgentRow with which it begins, or None if it begins with its prompt
     continued: bool = False     # whether a later row continues this one
+    full: bool = False          # whether its last answer was cut off, or what should follow it had no room
     answer: object = None       # the Answer at its end, which _join takes
 
 
@@ -116,7 +117,8 @@ class AgentSession:
     answers      how many answers were sampled, also those whose clients had left
     rows         an AgentRow for each answered request
     sampled      how many tokens were sampled, also those of the opponent
-    full         whether a limit has refused a turn, or has cut off the last one of the longest row
+    full         whether the policy's last request was refused because its prompt is too long; at the end,
+                 whether this is so or any of the trained rows is full
     refused      why the last refused request was refused
     score        what the agent returned, which rewards.Scorer reads
     """
@@ -171,10 +173,9 @@ class AgentSession:
         """Listen to the agent no longer, and refuse what it has asked."""
         # In this order, because the endpoint's thread may be about to put a question: see `handle`.
         del SESSIONS[self.key]
-        items = [self.episode.asking]                           # a Question only if the episode is aborted
+        self.mail.put(self.episode.asking)                      # a Question only if the episode is aborted
         while not self.mail.empty():
-            items.append(self.mail.get())
-        for item in items:
+            item = self.mail.get()
             if isinstance(item, Question):
                 item.respond(refusal(401, "the episode of this key has ended"))
 
@@ -217,7 +218,10 @@ class AgentSession:
             conversation = Conversation(first._replace(ids=ids), template)
             fits = len(ids) <= self.longest
         if not fits:
-            self.full = True
+            if earlier:
+                earlier.full = True
+            elif not opponent:
+                self.full = True
             raise ValueError(f"the maximum context length is {self.longest} + {first.max_tokens} tokens")
         return AgentRow(conversation, messages, opponent, earlier)
 
@@ -234,14 +238,10 @@ class AgentSession:
         return earlier
 
     def _add_answer(self, row, answer):
-        """Append an answer to its row, count it, and return it as a message.
-
-        The row is kept, and becomes the row of the episode if it is the longest.
-        """
-        episode = self.episode
-        counts = episode.counts
+        """Append an answer to its row, keep the row, count the answer, and return it as a message."""
+        counts = self.episode.counts
         conversation = row.conversation
-        text, message, calls = episode.player.read_turn(conversation, answer)
+        text, message, calls = self.episode.player.read_turn(conversation, answer)
         problems = [problem for _, problem in calls if problem]
         counts["calls"] += len(problems or calls)
         counts["failures"] += len(problems)
@@ -251,30 +251,36 @@ class AgentSession:
             message["tool_calls"] = [call for call, _ in calls]
         conversation.add_turn(answer, message)
         row.answer = answer
+        row.full = answer.finish_reason == "length"
         row.messages = row.messages + for_template([message])
         self.rows.append(row)
         if row.continues:
             row.continues.continued = True
         self.sampled += len(answer.ids)
-        if not row.opponent and len(conversation.logprobs) > len(episode.conversation.logprobs):
-            episode.conversation = conversation
-            episode.row = episode.row | {"prompt": row.messages[:-len(conversation.messages)]}
-            self.full = answer.finish_reason == "length"
+        if not row.opponent:
+            self.full = False                   # the policy goes on
         return message
 
     def _join(self):
         """Join all rows of the policy in the episode's conversation, in the order of their last answers.
 
-        Its messages stay those of the longest row. If several rows begin with the same turns, these were
-        sampled only once. They are turns of the first of these rows, and inserted tokens of the others.
+        The messages and the prompt are those of the row with the most sampled tokens. If several rows begin
+        with the same turns, these were sampled only once. They are turns of the first of these rows, and
+        inserted tokens of the others.
         """
-        longest = self.episode.conversation
+        episode = self.episode
+        longest = episode.conversation          # nothing was sampled in it
         joined = Conversation(longest.first._replace(ids=[]))
         joined.row_starts = []
         for last in self.rows:
             if last.opponent or last.continued:
                 continue
-            joined.row_starts.append((len(joined.ids), len(joined.logprobs)))
+            conversation = last.conversation
+            joined.row_starts.append((len(joined.ids), len(joined.logprobs), len(conversation.first.ids)))
+            self.full |= last.full
+            if len(conversation.logprobs) > len(longest.logprobs):
+                longest = conversation
+                episode.row = episode.row | {"prompt": last.messages[:-len(conversation.messages)]}
             turns = []
             row = last
             while row and row.answer:
@@ -283,14 +289,14 @@ class AgentSession:
                 row = row.continues
             end = 0
             for (start, next_end), answer in turns:
-                joined.ids = joined.ids + last.conversation.ids[end:start]
+                joined.ids = joined.ids + conversation.ids[end:start]
                 joined.add_turn(answer, {})
                 end = next_end
         joined.messages = longest.messages
-        self.episode.counts |= {"requests": len(self.rows), "rows": len(joined.row_starts),
-                                "untrained_tokens": self.sampled - len(joined.logprobs)}
+        episode.counts |= {"requests": len(self.rows), "rows": len(joined.row_starts),
+                           "untrained_tokens": self.sampled - len(joined.logprobs)}
         if joined.spans:
-            self.episode.conversation = joined
+            episode.conversation = joined
 
 
 def response_with(session, row, message, finish_reason, stream):

@@ -232,10 +232,10 @@ class Episode:
         if isinstance(self.row["prompt"], str):
             completion = completion[0]["content"]
         return Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
-                       np.array(conversation.logprobs, np.float32), self.finish_reason, self.row, completion,
+                       np.array(conversation.logprobs, np.float32), self.finish_reason,
+                       np.array(conversation.row_starts, np.int32), self.row, completion,
                        rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
-                       extra=self.extra, versions=tuple(conversation.versions.items()),
-                       row_starts=np.array(conversation.row_starts, np.int32))
+                       extra=self.extra, versions=tuple(conversation.versions.items()))
 
 
 def add_text(messages, text):

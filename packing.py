@@ -111,7 +111,7 @@ def sequences_of(rollouts, chosen):
         r = rollouts[s]
         places = r.places
         ends = [*r.row_starts[1:, 1].tolist(), len(places)]
-        for (start, first), end in zip(r.row_starts.tolist(), ends):
+        for (start, first, _), end in zip(r.row_starts.tolist(), ends):
             sampled = places[first:end]
             sequences.append(Sequence(s, slice(first, end), len(places), r.ids[start:sampled[-1]],
                                       sampled - start - 1, r.ids[sampled]))

@@ -298,10 +298,12 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
 
 
 def kept_ahead(run, settings):
-    """Return what a resumed run has for bridge.sampled, if it was sampled with the same settings."""
+    """Return what a resumed run has for bridge.sampled, if it was sampled with the same settings.
+
+    Raises ValueError if an older version of this code has saved it.
+    """
     steps = run.state["ahead"]
-    settings_before = run.state["settings"]
-    same = all(settings_before.get(key) == getattr(settings, key) for key in SAMPLED_WITH)
+    same = all(run.state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
     if not (steps and same):
         return {}
     rollouts = rollout.from_arrays(run.arrays)

@@ -140,7 +140,7 @@ def columns_of(rollouts, settings):
             columns[key] = [row[key] for row in rows]
     max_steps = getattr(settings, "max_steps", 0)
     # The version of the weights is the number of steps that they were trained for.
-    states = [SimpleNamespace(global_step=r.versions[-1][1], max_steps=max_steps) for r in rollouts]
+    states = [SimpleNamespace(global_step=max(r.sampled_by), max_steps=max_steps) for r in rollouts]
     return columns | {
         "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts],
         "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}

@@ -31,7 +31,6 @@ import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +62,9 @@ class Rollout:
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32 [C]: the engine's logprob of each sampled token
     finish_reason: str       # stop: it ended by itself; length: it was cut off; for others see episodes.py
+    # int32 [R, 3]: where in ids each row begins, which sampled token is its first, and how many tokens its
+    # prompt has. Turns that an earlier row has as well may stand between the prompt and that token.
+    row_starts: np.ndarray
     row: dict = None         # the row of the data set that it answers
     completion: object = ""  # the text after the prompt, or messages if the prompt consists of messages
     score: float = math.nan  # NaN if it was not scored
@@ -74,15 +76,14 @@ class Rollout:
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
-    # int32 [R, 2]: where in ids each row begins, and which sampled token is its first
-    row_starts: np.ndarray = field(default_factory=partial(np.zeros, (1, 2), np.int32))
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
         """Return the Rollout of one completion, given as lists."""
-        ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
-        spans = np.array([[len(prompt_ids), len(ids)]], dtype=np.int32)
-        return cls(ids, spans, np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
+        ids = np.array([*prompt_ids, *completion_ids], np.int32)
+        spans = np.array([[len(prompt_ids), len(ids)]], np.int32)
+        row_starts = np.array([[0, 0, len(prompt_ids)]], np.int32)
+        return cls(ids, spans, np.array(logprobs, np.float32), finish_reason, row_starts, versions=versions)
 
     @property
     def prompt_ids(self):
@@ -100,9 +101,9 @@ class Rollout:
 
     @property
     def longest_tail(self):
-        """How many tokens its longest row has from the first sampled one on."""
-        ends = np.append(self.row_starts[1:, 0], len(self.ids))
-        return max(ends - self.places[self.row_starts[:, 1]])
+        """How many tokens follow the prompt in the row in which most do."""
+        lengths = np.diff(self.row_starts[:, 0], append=len(self.ids))
+        return max(lengths - self.row_starts[:, 2])
 
     @property
     def sampled_ids(self):
@@ -158,22 +159,28 @@ def as_arrays(rollouts):
             record[key] = value
         records.append(record)
     text = json.dumps(records, default=str)
-    return arrays | {"rest": np.frombuffer(text.encode(), np.uint8)}
+    return arrays | {"records": np.frombuffer(text.encode(), np.uint8)}
 
 
 def from_arrays(arrays):
-    """Return the Rollouts of which as_arrays made these arrays. Without arrays there are none."""
+    """Return the Rollouts of which as_arrays made these arrays. Without arrays there are none.
+
+    Raises ValueError if an older version of this code made them, whose row_starts were others, or missing.
+    """
     if not arrays:
         return []
+    if "records" not in arrays:                 # it was called "rest" then
+        raise ValueError("the checkpoint holds rollouts of an older version of this code: resume with that "
+                         "version, or with another max_staleness, so that they are sampled again")
     rollouts = []
-    for record in json.loads(arrays["rest"].tobytes()):
+    for record in json.loads(arrays["records"].tobytes()):
         r = Rollout.__new__(Rollout)        # its __init__ would refuse fields that you have added
         vars(r).update(record)
         r.rewards = {int(token): reward for token, reward in r.rewards.items()}
         r.versions = tuple(map(tuple, r.versions))
         rollouts.append(r)
     for name, array in arrays.items():
-        if name != "rest":
+        if name != "records":
             i, key = name.split(".")
             setattr(rollouts[int(i)], key, array[()])       # [()]: a number is an array without dimensions
     return rollouts

@@ -106,7 +106,8 @@ rank, world_size, device, mesh, sequence_group = distributed.set_up(
 if bridge.trains:
     # Run opens the run's folder. The trainers tell the engines how the run begins.
     run = Run(settings, __file__, ahead=[])
-    bridge.sampled |= kept_ahead(run, settings)
+    with input_errors():
+        bridge.sampled |= kept_ahead(run, settings)
     resumed, clock = run.resumed, run.state["clock"]
     bridge.tell((resumed, clock, run.first_step, run.state["position"], [*bridge.sampled]))
 else:

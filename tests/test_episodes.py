@@ -378,7 +378,7 @@ def test_a_single_answer_is_the_same_either_way(engine):
         ways = [one_turn(way, engine, prompts, 4, [5, 900], 12, *sampling) for way in ("single", "played")]
         for alone, played in zip(*ways, strict=True):
             assert alone.row is played.row and not alone.problem and not played.problem
-            kept_alone, kept_played = (rollout.as_arrays([r])["rest"].tobytes() for r in (alone, played))
+            kept_alone, kept_played = (rollout.as_arrays([r])["records"].tobytes() for r in (alone, played))
             assert kept_alone == kept_played and identical([alone], [played])
             for name in ("ids", "spans", "logprobs"):
                 assert getattr(alone, name).dtype == getattr(played, name).dtype

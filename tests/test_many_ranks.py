@@ -233,7 +233,8 @@ def long_rollouts(rank):
         row = {"prompt": "What now?", "answer": str(rank)} if i % 4 == 0 else rollouts[-1].row
         rollouts.append(Rollout(
             rng.integers(0, 151_936, spans[-1, 1], dtype=np.int32), spans,
-            np.log(rng.random(count, dtype=np.float32)), "stop" if i % 3 else "length", row,
+            np.log(rng.random(count, dtype=np.float32)), "stop" if i % 3 else "length",
+            np.array([[0, 0, 50]], np.int32), row,
             [{"role": "assistant", "content": "".join(rng.choice(list("abcd "), 4 * count))}],
             math.nan if i == 5 else rng.random(), {"correct": i / 7}, "raised" * (i == 3),
             {t: rng.random() for t in range(0, count, 1 + i * i)}, {"tools": i}, ((0, 3), (i + 1, 4))))
@@ -257,9 +258,9 @@ def gather_long_rollouts(idle=()):
 
 def bits(r):
     """All of a rollout in a form that compares by its bits and its types."""
-    arrays = [(array.dtype, array.shape, array.tobytes()) for array in (r.ids, r.spans, r.logprobs)]
+    arrays = [(array.dtype, array.shape, array.tobytes()) for array in (r.ids, r.spans, r.logprobs, r.row_starts)]
     return arrays, struct.pack("d", r.score), repr({key: value for key, value in vars(r).items() if key not in
-                                                    ("ids", "spans", "logprobs", "score")})
+                                                    ("ids", "spans", "logprobs", "row_starts", "score")})
 
 
 @pytest.mark.parametrize("count, idle", [(2, ()), (4, ()), (2, (0,)), (4, (1, 3)), (2, (0, 1))])

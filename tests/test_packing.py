@@ -24,7 +24,8 @@ def episode(*parts):
     ends = np.cumsum([len(part) for part in parts])
     spans = [ends[i:i + 2] for i in range(0, len(parts) - 1, 2)]
     return Rollout(np.array(sum(parts, []), dtype=np.int32), np.array(spans, dtype=np.int32),
-                   np.zeros(sum(map(len, parts[1::2])), dtype=np.float32), "stop")
+                   np.zeros(sum(map(len, parts[1::2])), dtype=np.float32), "stop",
+                   np.array([[0, 0, len(parts[0])]], dtype=np.int32))
 
 
 def rows_of_parts(*rows):
@@ -35,7 +36,7 @@ def rows_of_parts(*rows):
     return Rollout(np.concatenate([r.ids for r in alone]),
                    np.concatenate([r.spans + start for r, start in zip(alone, ids)]).astype(np.int32),
                    np.concatenate([r.logprobs for r in alone]), "stop",
-                   row_starts=np.stack([ids[:-1], tokens[:-1]], 1))
+                   np.stack([ids[:-1], tokens[:-1], [len(r.prompt_ids) for r in alone]], 1))
 
 
 def random_rows(count, vocab, **named):
@@ -320,7 +321,7 @@ def test_rows_of_a_rollout_by_hand():
     """The second row of rollout 1 goes on where its first one was after 7 8, which it does not train again."""
     rollouts = [rows_of_parts([[5, 6], [4]]), rows_of_parts([[5, 6], [7, 8], [3], [2]], [[5, 6, 7, 8, 1], [9]])]
     r = rollouts[1]
-    assert r.row_starts.tolist() == [[0, 0], [6, 3]] and r.row_lengths == [3, 1]
+    assert r.row_starts.tolist() == [[0, 0, 2], [6, 3, 5]] and r.row_lengths == [3, 1]
     assert r.places.tolist() == [2, 3, 5, 11] and r.sampled_ids.tolist() == [7, 8, 2, 9]
     assert r.prompt_ids.tolist() == [5, 6] and r.longest_tail == 4
     (batch,) = pack(rollouts, [0, 1], 8)

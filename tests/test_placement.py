@@ -504,7 +504,7 @@ def test_a_reward_that_cannot_work_is_refused_in_clear_words(folder, tmp_path, t
 def rollout_with(versions, length, **rest):
     ids = np.arange(3 + length, dtype=np.int32)
     return Rollout(ids, np.array([[3, 3 + length]], np.int32), np.linspace(-1, 0, length, dtype=np.float32),
-                   "stop", versions=versions, **rest)
+                   "stop", np.array([[0, 0, 3]], np.int32), versions=versions, **rest)
 
 
 def test_staleness_counts_tokens():
@@ -564,3 +564,14 @@ def test_what_was_sampled_with_other_settings_is_not_taken(key):
         now = SimpleNamespace(**settings | {key: value})
         assert {step: [len(r.logprobs) for r in rollouts]
                 for step, rollouts in placement.kept_ahead(run, now).items()} == kept
+
+
+def test_rollouts_of_an_older_version_are_refused():
+    arrays = as_arrays([rollout_with(((0, 2),), 1)])
+    arrays["rest"] = arrays.pop("records")                      # so it was called
+    run = SimpleNamespace(state={"ahead": [3], "settings": dict.fromkeys(placement.SAMPLED_WITH, 1)}, arrays=arrays)
+    now = SimpleNamespace(**run.state["settings"])
+    with pytest.raises(ValueError, match="resume with that version, or with another max_staleness"):
+        placement.kept_ahead(run, now)
+    now.max_staleness = 2
+    assert placement.kept_ahead(run, now) == {}

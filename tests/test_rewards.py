@@ -433,7 +433,7 @@ TOKENIZER = pretrain.make_tokenizer()
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
                            extra={}, ids=np.array([5, 6]), spans=np.array([[1, 2]]), rewards={},
-                           logprobs=[-1.0], sampled_ids=[], problem="", versions=((0, 3),), answered=None, counts={})
+                           logprobs=[-1.0], sampled_ids=[], problem="", sampled_by={3}, answered=None, counts={})
 
 
 def prompts_of(rows):

@@ -218,6 +218,8 @@ def part(batch, leader, group):
     share.position_ids = batch.position_ids[:, start:stop]
     share.index = batch.index[indices] - start
     share.targets = batch.targets[indices]
+    if batch.kept is not None:
+        share.kept = batch.kept[indices]
     if group.rank() != leader:
         share.sequences = []
         share.lengths = []

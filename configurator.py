@@ -195,11 +195,11 @@ POSITIVE = """num_generations prompts_per_step max_completion_length token_budge
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
-    top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
+    top_k min_p epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
     max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness
     train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
     call_timeout call_workers show""".split()
-SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()                       # from 0 to 1
+SHARES = "lam top_p min_p vllm_gpu_memory_utilization harder quick".split()                 # from 0 to 1
 # Defaults of the scripts that are right for the tiny model, whose config lists them as `suits`
 TINY_DEFAULTS = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
                  "max_completion_length": 64}
@@ -212,8 +212,11 @@ RULES = (
      ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
     # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
-    (lambda top_p, trainers: top_p == 1, ": the trainer computes the probabilities of all tokens"),
-    (lambda top_k, trainers: top_k == 0, ": the trainer computes the probabilities of all tokens"),
+    (lambda min_p: min_p < 1, ": must be below 1"),
+    (lambda top_p, top_k, trainers: top_p == 1 or top_k > 0,
+     " needs a top_k, such as 20: the trainer keeps the tokens that each token was drawn from"),
+    (lambda min_p, top_k, trainers: min_p == 0 or top_k > 0,
+     " needs a top_k, such as 20: the trainer keeps the tokens that each token was drawn from"),
     (lambda token_budget, max_prompt_length, max_completion_length:
      max_prompt_length + max_completion_length <= token_budget,
      ": less than max_prompt_length + max_completion_length"),

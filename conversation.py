@@ -22,6 +22,7 @@ class Conversation:
     messages    the turns and replies so far, as messages; the prompt is not among them
     spans       a pair (start, end) for each turn: the policy sampled ids[start:end]
     logprobs    the engine's logprob of each sampled token
+    kept        for each sampled token the ids that it was drawn from, as in rollout.Answer
     versions    {index of a sampled token: the version of the weights that sampled from there on}
     row_starts  as in rollout.Rollout; a conversation is one row, until an AgentSession joins several
 
@@ -37,6 +38,7 @@ class Conversation:
         self.messages = []
         self.spans = []
         self.logprobs = []
+        self.kept = []
         self.versions = {}
         self.row_starts = [(0, 0, len(first.ids))]
 
@@ -62,6 +64,7 @@ class Conversation:
         sampled = len(self.logprobs)
         self.versions = self.versions | {sampled + t: version for t, version in answer.versions}
         self.logprobs = self.logprobs + answer.logprobs
+        self.kept = [*self.kept, *answer.kept]
         self.messages = [*self.messages, message]
 
     def add_reply(self, messages):

@@ -231,11 +231,13 @@ class Episode:
         completion = conversation.messages
         if isinstance(self.row["prompt"], str):
             completion = completion[0]["content"]
-        return Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
-                       np.array(conversation.logprobs, np.float32), self.finish_reason,
-                       np.array(conversation.row_starts, np.int32), self.row, completion,
-                       rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
-                       extra=self.extra, versions=tuple(conversation.versions.items()))
+        rollout = Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
+                          np.array(conversation.logprobs, np.float32), self.finish_reason,
+                          np.array(conversation.row_starts, np.int32), self.row, completion,
+                          rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
+                          extra=self.extra, versions=tuple(conversation.versions.items()))
+        rollout.keep(conversation.kept)
+        return rollout
 
 
 def add_text(messages, text):
@@ -427,7 +429,7 @@ class Player:
         """Return n adjacent Rollouts per data.Prompt.
 
         seeds: one per prompt, for episodes with the seeds seed, seed + 1, ... sampling: max_tokens,
-        temperature, top_p and top_k of a Request. max_tokens counts all tokens after the prompt.
+        temperature, top_p, top_k and min_p of a Request. max_tokens counts all tokens after the prompt.
 
         The finish_reason of a Rollout is one of these; a single answer has one of the first two:
             stop      the environment ended the episode, or the policy by an answer without a call

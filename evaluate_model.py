@@ -25,11 +25,9 @@ train_file = ""                 # the JSONL or parquet file of a run, whose held
 eval_file = ""                  # a JSONL or parquet file whose rows are all used
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
 reward = ""                     # file.py:function,... or math_verify; if empty, the reward of the task
-from config.conversation import *  # prompts, reward, episodes
+from config.conversation import *  # prompts, sampling, reward, episodes
 samples = 4                     # completions per problem: the k of mean@k, pass@k, maj@k
 temperature = 1.0               # 0 is greedy
-top_p = 1.0                     # sample from the likeliest tokens that together have this probability
-top_k = 0                       # sample from this many likeliest tokens; 0 samples from all
 max_prompt_length = 0           # in tokens, with what an environment adds to a prompt; 0 if it adds nothing
 max_completion_length = 64      # in tokens; in an episode it counts all that follows the prompt
 seed = 0                        # of sampling

@@ -115,7 +115,10 @@ class Policy(Network):
         return self.hf.get_output_embeddings()
 
     def forward(self, batch, temperature):
-        """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
+        """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient.
+
+        If top_k restricts sampling, the softmax is over the tokens that were left (runtime/kept_sets.py).
+        """
         config = self.hf.config.get_text_config()
         # The names of the scale and the softcap (see head_logits) depend on the family of the model.
         scale = getattr(config, "logit_scale", None) or 1.0
@@ -124,7 +127,7 @@ class Policy(Network):
         softcap = getattr(config, "final_logit_softcapping", None) or 0.0
         logp, entropy = LogprobsFromHidden.apply(
             self.hidden_states(batch), self.head.weight, self.head.bias, batch.targets, temperature, scale,
-            softcap)
+            softcap, batch.kept)
         return join(logp, batch.cut), join(entropy, batch.cut)
 
 
@@ -172,6 +175,10 @@ def micro_batches(network, rollouts, chosen, token_budget):
     group = network.sequence_group
     P = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
+    if any(hasattr(rollouts[s], "kept_ids") for s in chosen):
+        from runtime import kept_sets
+        for batch in batches:
+            batch.kept = kept_sets.table(batch, rollouts)
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
     count = max(1, *distributed.gathered([len(batches)]))
     while len(batches) < count:

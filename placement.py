@@ -33,7 +33,8 @@ from runtime import distributed
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
-SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "reward_weights")
+SAMPLED_WITH = ("max_staleness", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
+                "max_turns", "reward_weights")
 
 
 class Bridge:
@@ -254,7 +255,7 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
         # A seed depends on the place of its prompt, whatever the number of engines is.
         seeds = [zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in range(first, end)]
         jobs[key] = open_episodes.jobs_for(prompts[first:end], n, seeds, s.max_completion_length,
-                                           s.temperature)
+                                           s.temperature, s.top_p, s.top_k, s.min_p)
         open_episodes.add(key, jobs[key])
 
     def advance():

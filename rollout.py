@@ -17,9 +17,9 @@ episodes.py calls add and step itself, because it adds requests while others are
 in_flight=True, weights may change in the middle of requests.
 
 The trainer gets the tokens as they were sampled; they are never decoded and encoded again. The logprobs, in
-nats, belong to the distribution that was sampled from, after temperature, top_p and top_k. Each request has
-its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU the batch may change how
-logits are rounded, and with that a token.
+nats, belong to the distribution that was sampled from, after temperature, min_p, top_k and top_p, in this
+order. Each request has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU
+the batch may change how logits are rounded, and with that a token.
 """
 import gc
 import importlib.util
@@ -48,6 +48,8 @@ from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, sh
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
+# vLLM keeps all tokens that tie at the last place of top_k. It is asked for the logprobs of this many more.
+TIES = 4
 
 
 @dataclass
@@ -78,12 +80,24 @@ class Rollout:
                                  # on); a version is the number of steps that the weights were trained for
 
     @classmethod
-    def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
+    def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),), kept=()):
         """Return the Rollout of one completion, given as lists."""
         ids = np.array([*prompt_ids, *completion_ids], np.int32)
         spans = np.array([[len(prompt_ids), len(ids)]], np.int32)
         row_starts = np.array([[0, 0, len(prompt_ids)]], np.int32)
-        return cls(ids, spans, np.array(logprobs, np.float32), finish_reason, row_starts, versions=versions)
+        r = cls(ids, spans, np.array(logprobs, np.float32), finish_reason, row_starts, versions=versions)
+        r.keep(kept)
+        return r
+
+    def keep(self, sets):
+        """Keep the sets that the sampled tokens were drawn from, as in Answer.kept, for the trainer.
+
+        They become two arrays: kept_ids holds the ids of all sets, one set after the other, and kept_sizes
+        [C] the sizes of the sets. A rollout that was sampled without top_k has neither.
+        """
+        if sets:
+            self.kept_ids = np.concatenate(sets)
+            self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
 
     @property
     def prompt_ids(self):
@@ -124,10 +138,11 @@ class Request(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0           # 0 samples from all tokens
+    min_p: float = 0.0
 
     @property
     def sampling(self):
-        return self.temperature, self.top_p, self.top_k
+        return self.temperature, self.top_p, self.top_k, self.min_p
 
 
 class Answer(NamedTuple):
@@ -137,6 +152,9 @@ class Answer(NamedTuple):
     logprobs: list           # one per sampled token
     finish_reason: str       # stop: the last token is an end token; length: it was cut off; abort: by `abort`
     versions: tuple = ((0, 0),)                 # as in Rollout
+    # With a top_k and a temperature: for each sampled token the ids of the tokens that it was drawn from, an
+    # int32 array, after temperature, min_p, top_k and top_p. Otherwise empty.
+    kept: list = ()
 
 
 def as_arrays(rollouts):
@@ -253,15 +271,12 @@ class Sampler:
         return rollouts
 
     def requested(self, names, temperature, length):
-        """Return a seed for each of the names, and max_tokens, temperature, top_p and top_k of a Request."""
+        """Return a seed for each of the names, and the fields of a Request from max_tokens on."""
         s = self.settings
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
         if temperature is None:
             temperature = s.temperature
-        # Only evaluate_model.py has the settings top_p and top_k.
-        top_p = getattr(s, "top_p", 1.0)
-        top_k = getattr(s, "top_k", 0)
-        return seeds, (length or s.max_completion_length, temperature, top_p, top_k)
+        return seeds, (length or s.max_completion_length, temperature, s.top_p, s.top_k, s.min_p)
 
 
 class Engine:
@@ -318,7 +333,7 @@ class Engine:
         """
         return play(jobs)
 
-    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0, min_p=0.0):
         """Return n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ...
 
         Raises RuntimeError while other requests wait for their answers, as when an environment samples.
@@ -332,7 +347,7 @@ class Engine:
                 self.add(request._replace(name=i))
             rollouts = {}
             while len(rollouts) < len(requests):
-                for name, *sampled in self.step():      # ids, logprobs, finish_reason, versions
+                for name, *sampled in self.step():      # ids, logprobs, finish_reason, versions, kept
                     rollouts[name] = Rollout.single(requests[name].ids, *sampled)
                 if self.signalled:
                     return []
@@ -341,7 +356,7 @@ class Engine:
         requests = []
         for prompt, seed in zip(prompts, seeds):
             for j in range(n):
-                requests.append(Request(None, prompt, seed + j, max_tokens, temperature, top_p, top_k))
+                requests.append(Request(None, prompt, seed + j, max_tokens, temperature, top_p, top_k, min_p))
         return self.serve(requests, play)
 
     def stop_if_signalled(self):
@@ -350,10 +365,10 @@ class Engine:
     def close(self):
         """Do nothing, because this engine ends with its process. placement.py ends engines that are apart."""
 
-    def _answer(self, name, ids, logprobs, finish_reason):
+    def _answer(self, name, ids, logprobs, finish_reason, kept=()):
         # Closes a request. Ranks that only follow, in serve, keep no versions: nobody reads their Answers.
         versions = tuple(self.versions.pop(name, {}).items())
-        return Answer(name, ids, logprobs, finish_reason, versions)
+        return Answer(name, ids, logprobs, finish_reason, versions, kept)
 
 
 class VLLMEngine(Engine):
@@ -423,7 +438,8 @@ class VLLMEngine(Engine):
             enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
             hf_overrides={"head_dtype": "float32"},
-            logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
+            logprobs_mode="processed_logprobs",      # after temperature, min_p, top_k and top_p
+            max_logprobs=config.get_vocab_size(),    # a limit for requests, which is 20 by default
             enable_chunked_prefill=self.cuda)        # CPU: a split prompt breaks seeded requests
         compute_logits_in_float32(llm, head_logits)
         return llm
@@ -473,7 +489,11 @@ class VLLMEngine(Engine):
         distributed.watchdog.moved()
         self._wake()
         engine = self.llm.llm_engine
-        for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
+        vocab_size = self.llm.model_config.get_vocab_size()
+        for name, ids, seed, max_tokens, temperature, top_p, top_k, min_p in requests:
+            count = 0                           # how many of the likeliest tokens' logprobs are returned
+            if top_k and temperature:
+                count = min(top_k + TIES, vocab_size)
             prompt = {"prompt_token_ids": ids}
             if self.in_flight:
                 # If weights change while rows are being sampled, the prefix cache cannot be emptied. By this
@@ -481,15 +501,23 @@ class VLLMEngine(Engine):
                 prompt["cache_salt"] = str(self.version)
             engine.add_request(str(name), prompt, SamplingParams(
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-                logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                min_p=min_p, logprobs=count, flat_logprobs=True, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
         engine.abort_request([str(name) for name in aborted])
         answers = [self._answer(name, [], [], "abort") for name in aborted]
         for output in engine.step():
             if output.finished:
                 (sample,) = output.outputs
-                answers.append(self._answer(int(output.request_id), list(sample.token_ids),
-                                            list(sample.logprobs.logprobs), sample.finish_reason))
+                flat = sample.logprobs
+                # A token's logprobs begin with its own.
+                logprobs = [flat.logprobs[first] for first in flat.start_indices]
+                kept = ()
+                if len(flat.logprobs) > len(logprobs):
+                    from runtime import kept_sets
+                    kept = kept_sets.of_logprobs(flat, vocab_size)
+                answers.append(self._answer(int(output.request_id), list(sample.token_ids), logprobs,
+                                            sample.finish_reason, kept))
         return answers
 
     def _load(self, named_tensors):
@@ -574,6 +602,7 @@ class HFEngine(Engine):
         ids = ids.clamp(min=0)
         tokens = torch.zeros_like(uniform, dtype=torch.long)
         logprobs = torch.zeros_like(uniform)
+        kept = [[] for _ in requests]                           # the sets that its tokens were drawn from
         lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
         alive = lengths == 0                                    # [R]: False for requests that have ended
         rows = torch.arange(len(requests), device=self.device)  # the requests that are still computed
@@ -589,7 +618,12 @@ class HFEngine(Engine):
                 cache.reorder_cache(row_of)
                 logits = logits[row_of]                                                         # [R, V]
                 mask = mask[row_of]
-            tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], *sampling)
+            tokens[rows, t], logprobs[rows, t], mask_kept = sample_tokens(
+                logits, uniform[rows, t], *sampling)
+            if mask_kept is not None:
+                from runtime import kept_sets
+                for i, ids_kept in zip(rows.tolist(), kept_sets.of_mask(mask_kept)):
+                    kept[i].append(ids_kept)
             lengths += alive
             alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < max_tokens)
             if not alive.any():
@@ -603,10 +637,11 @@ class HFEngine(Engine):
             ids = tokens[rows, t][:, None]
             mask = F.pad(mask, (0, 1), value=1)
         answers = []
-        for request, length, sampled, logps in zip(
-                requests, lengths.tolist(), tokens.tolist(), logprobs.tolist()):
+        for request, length, sampled, logps, sets in zip(
+                requests, lengths.tolist(), tokens.tolist(), logprobs.tolist(), kept):
             finish_reason = "stop" if sampled[length - 1] in self.eos_ids else "length"
-            answers.append(self._answer(request.name, sampled[:length], logps[:length], finish_reason))
+            answers.append(self._answer(request.name, sampled[:length], logps[:length], finish_reason,
+                                        sets[:length]))
         return answers
 
     @torch.no_grad()
@@ -615,29 +650,35 @@ class HFEngine(Engine):
             self.model.get_parameter(name).copy_(tensor)
 
 
-def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
+def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0, min_p=0.0):
     """Sample one token per row, by inverting its distribution; logits [R, V], uniform [R] in [0, 1).
 
     Returns tokens [R] and their logprobs [R] under the distribution that was sampled from:
-    softmax(logits / temperature), restricted to the top_k likeliest tokens (0 keeps all), then to the fewest
-    that hold top_p of the probability. Temperature 0 takes the likeliest token.
+    softmax(logits / temperature), restricted to the tokens with at least min_p of the largest probability,
+    then to the top_k likeliest (0 keeps all), then to the fewest that hold top_p of what is left. With a
+    top_k it also returns a mask of these tokens, bool [R, V], otherwise None. Temperature 0 takes the
+    likeliest token.
     """
     if temperature == 0:
-        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+        return logits.argmax(-1), logits.log_softmax(-1).amax(-1), None
     probs = (logits / temperature).softmax(-1)                                                  # [R, V]
-    if top_k > 0 or top_p < 1:
-        probs = truncated(probs, top_p, top_k)
+    if top_k > 0 or top_p < 1 or min_p > 0:
+        probs = truncated(probs, top_p, top_k, min_p)
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     # Rounding must not choose a token of probability 0 at the upper end, so the last one above 0 is the cap.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)            # [R, 1]
     token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).minimum(last)
-    return token[:, 0], (probs.gather(1, token) / total).log()[:, 0]
+    mask_kept = None
+    if top_k > 0:
+        mask_kept = probs > 0
+    return token[:, 0], (probs.gather(1, token) / total).log()[:, 0], mask_kept
 
 
-def truncated(probs, top_p, top_k):
+def truncated(probs, top_p, top_k, min_p):
     # Returns the probabilities with 0 for all tokens but those that sample_tokens draws from.
     ranked, order = probs.sort(-1, descending=True)
+    ranked[ranked < min_p * ranked[:, :1]] = 0
     # A token is dropped if the likelier ones already hold top_p of the probability.
     ranked[:, top_k or len(ranked[0]):] = 0
     ranked[ranked.cumsum(-1) - ranked >= top_p * ranked.sum(-1, keepdim=True)] = 0

@@ -68,8 +68,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     `bound`, or a NaN, therefore means that the weights did not arrive, that a temperature is wrong, or that
     one side computes the model wrongly. It raises RuntimeError, and the message shows the worst tokens. So
     does a mean difference over half of `bound`: rounding goes both ways, but an engine that samples from a
-    part of the distribution (top_p) always gives its tokens more than the trainer does. The bound for
-    weights that are known to differ is infinite.
+    part of the distribution, of which the trainer does not know, always gives its tokens more than the
+    trainer does. The bound for weights that are known to differ is infinite.
 
     version: the version of the policy's weights. Rollouts that were sampled with another version raise
     RuntimeError. None accepts all versions. docs/metrics.md explains the metrics. A collective, which a rank

@@ -1,6 +1,7 @@
 """
-Settings of the training scripts and of evaluate_model.py: how a prompt is written, what replies to the model,
-and how its answers are scored. config/shared.py imports them for the training scripts.
+Settings of the training scripts and of evaluate_model.py: how a prompt is written, which tokens are sampled,
+what replies to the model, and how its answers are scored. config/shared.py imports them for the training
+scripts.
 """
 # ------------------------------------------------------------------------------------------------------------
 # prompts
@@ -11,6 +12,11 @@ chat = True                     # apply the chat template to messages; False joi
 system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
 chat_template = ""              # a file with a Jinja template that takes the place of the tokenizer's
 chat_template_kwargs = ""       # arguments of the template, as JSON: {"enable_thinking": false}
+# sampling: docs/recipes.md
+top_p = 1.0                     # sample from the likeliest tokens that together have this probability
+top_k = 0                       # sample from this many likeliest tokens; 0 samples from all
+min_p = 0.0                     # sample from tokens with at least this share of the largest probability; in
+                                # training top_p and min_p need a top_k
 # reward
 reward_errors = "stop"          # when a reward raises, stop ends the run, unscored leaves the completion
                                 # without a score, and zero scores it 0. A call that takes too long, or has no

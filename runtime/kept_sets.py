@@ -1,0 +1,62 @@
+"""
+The tokens that each sampled token was drawn from, if top_k restricts sampling. No other run opens this file.
+
+An engine samples from the tokens that temperature, min_p, top_k and top_p leave, and its logprobs are
+normalised over these. A trainer that normalises over all tokens computes another policy: its ratio to the
+engine is below 1 for every token. So each rollout keeps these sets, and every logprob and entropy of the
+trainer is normalised over them, those of the reference model as well. Later updates of a step, and models
+that would have kept other tokens, use the sets of the engine. DeepSeek-V3.2 calls this "keep sampling mask"
+(https://arxiv.org/abs/2512.02556, section 3.1).
+
+    of_logprobs   returns the sets of an answer of vLLM
+    of_mask       returns the sets that a mask of the vocabulary describes
+    table         returns the sets of a micro-batch as a tensor
+"""
+import numpy as np
+import torch
+
+
+def of_logprobs(flat, vocab_size):
+    """Return the set of each sampled token, a list of int32 arrays, from vLLM's FlatLogprobs of an answer.
+
+    These hold the logprob of each sampled token, and after it those of the K likeliest tokens, which are -inf
+    outside of the set. If all K are finite, there may be others. Then it raises RuntimeError.
+    """
+    shape = len(flat), -1
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:]                        # [C, K]
+    kept = np.isfinite(flat.logprobs).reshape(shape)[:, 1:]
+    K = ids.shape[1]
+    if K < vocab_size and kept[:, -1].any():
+        token = flat.token_ids[(K + 1) * int(kept[:, -1].argmax())]
+        raise RuntimeError(f"token {token} was drawn from {K} tokens or more, because too many tie at the "
+                           "last place of top_k: choose another top_k")
+    return np.split(ids[kept], kept.sum(1).cumsum()[:-1])
+
+
+def of_mask(mask):
+    """Return a list with an int32 array for each row of a mask, bool [R, V]: the ids where it is true."""
+    ids = mask.nonzero()[:, 1].int().cpu().numpy()
+    return np.split(ids, mask.sum(1).cumsum(0).tolist()[:-1])
+
+
+def table(batch, rollouts):
+    """Return the sets of a packing.MicroBatch of rollouts, int32 [C, largest set]. A smaller set is filled up
+    with the sampled token itself. Raises ValueError if a sampled token is not in its set."""
+    ids = []
+    sizes = []
+    for s, tokens, _ in batch.sequences:
+        r = rollouts[s]
+        ends = r.kept_sizes.cumsum()
+        ids.append(r.kept_ids[ends[tokens.start] - r.kept_sizes[tokens.start]:ends[tokens.stop - 1]])
+        sizes.append(r.kept_sizes[tokens])
+    sizes = np.concatenate(sizes)                                                               # [C]
+    targets = batch.targets.numpy().astype(np.int32)[:, None]                                   # [C, 1]
+    inside = np.arange(sizes.max()) < sizes[:, None]                                            # [C, M]
+    kept = np.full(inside.shape, -1, dtype=np.int32)
+    kept[inside] = np.concatenate(ids)
+    missing = (kept != targets).all(1)
+    if missing.any():
+        c = missing.argmax()
+        raise ValueError(f"token {targets[c, 0]} was sampled, but is not among the tokens that it was drawn "
+                         f"from: {kept[c, :sizes[c]].tolist()}")
+    return torch.from_numpy(np.where(inside, kept, targets))

@@ -12,10 +12,12 @@ is when a run saves (Run.save, and Run.stop_if_signalled after a signal):
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model. A checkpoint is written next to its
-final place, synced to disk and then renamed, so it is whole or absent. While a run lives, no other run can
-write to its folder, and a folder that belongs to no run is left alone.
+final place, synced to disk and then renamed, and an old one is renamed before it is removed, so each is whole
+or absent. While a run lives, no other run can write to its folder, and a folder that belongs to no run is left
+alone.
 """
 import atexit
+import contextlib
 import fcntl
 import json
 import math
@@ -55,10 +57,11 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     out_dir = os.path.dirname(folder)
     part = os.path.join(out_dir, "checkpoint.part")
     master = dist.get_rank() == 0
-    if master:
-        shutil.rmtree(part, ignore_errors=True)         # a run that was killed may have left it
-    dist.barrier()
     try:
+        # A run that was killed may have left it. None of its files may get into this checkpoint.
+        if master and os.path.exists(part):
+            shutil.rmtree(part)
+        dist.barrier()
         for place, (model, optimizer) in networks.items():
             if optimizer:
                 trainer = os.path.join(part, place, "trainer")
@@ -85,8 +88,12 @@ def remove_older(out_dir, scores, keep):
 
     saved = checkpoints(out_dir)
     best = max(reversed(saved), key=score)
+    old = os.path.join(out_dir, "checkpoint.old")
+    shutil.rmtree(old, ignore_errors=True)              # a run that was killed may have left it
     for folder in {*saved} - {best, *saved[-keep:]}:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):              # it stays, whole, until the next save
+            os.rename(folder, old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_state(folder, state, arrays={}):

@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -247,6 +248,7 @@ class RunLog:
             Path(out_dir, "changes.diff").write_text(git("diff", "HEAD", "--", ".")[:LIMIT])
             keep_code(settings, f"{out_dir}/user_code")
             self.board = SummaryWriter(out_dir, purge_step=state["step"])
+            threading.excepthook = thread_failed
         self.start(state["step"])
 
     # ------------------------------------------------------------ a step's figures
@@ -390,6 +392,13 @@ class RunLog:
             process = subprocess.run([sys.executable, ROOT / "report.py", self.out_dir], capture_output=True,
                                      text=True)
             self.say((process.stdout or process.stderr).strip())
+
+
+def thread_failed(details):
+    # Shows the error of a thread, unless it is TensorBoard's: `write` gets that one as well. If both threads
+    # wrote to the console at once, the message could be lost.
+    if not type(details.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(details)
 
 
 # ---------------------------------------------------------------- files of the log

@@ -316,14 +316,16 @@ class Run:
         rank, the script stops, and the older checkpoints stand.
         """
         step = self.state["step"]
+        folder = f"{self.out_dir}/checkpoint-{step}"
         if step > self.saved:
             with self.log.timed("save"):
                 try:
-                    checkpoint.save_checkpoint(
-                        f"{self.out_dir}/checkpoint-{step}", self.networks, self.tokenizer, self.state,
-                        self.settings.keep_checkpoints, self.arrays)
+                    checkpoint.save_checkpoint(folder, self.networks, self.tokenizer, self.state,
+                                               self.settings.keep_checkpoints, self.arrays)
                 except Exception as error:      # on a full disk libraries raise all kinds of errors
-                    fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
+                    # Its text names a file, where the operation that failed has one.
+                    fail(f"{folder} could not be saved, the older ones stand: {type(error).__name__}: "
+                         f"{error!s:.300}")
             self.saved = step
         if step == self.settings.max_steps:
             self.log.write()

@@ -117,8 +117,6 @@ class AgentSession:
     answers      how many answers were sampled, also those whose clients had left
     rows         an AgentRow for each answered request
     sampled      how many tokens were sampled, also those of the opponent
-    full         whether the policy's last request was refused because its prompt is too long; at the end,
-                 whether this is so or any of the trained rows is full
     refused      why the last refused request was refused
     score        what the agent returned, which rewards.Scorer reads
     """
@@ -131,7 +129,6 @@ class AgentSession:
         self.answers = 0
         self.rows = []
         self.sampled = 0
-        self.full = False
         self.refused = ""
         self.score = None
 
@@ -167,7 +164,6 @@ class AgentSession:
             error = Failed(f"{error}; its last refused request: {self.refused}")
         if error:
             raise error
-        episode.finish_reason = "length" if self.full else "stop"
 
     def _close(self):
         """Listen to the agent no longer, and refuse what it has asked."""
@@ -220,8 +216,6 @@ class AgentSession:
         if not fits:
             if earlier:
                 earlier.full = True
-            elif not opponent:
-                self.full = True
             raise ValueError(f"the maximum context length is {self.longest} + {first.max_tokens} tokens")
         return AgentRow(conversation, messages, opponent, earlier)
 
@@ -257,8 +251,6 @@ class AgentSession:
         if row.continues:
             row.continues.continued = True
         self.sampled += len(answer.ids)
-        if not row.opponent:
-            self.full = False                   # the policy goes on
         return message
 
     def _join(self):
@@ -266,9 +258,10 @@ class AgentSession:
 
         The messages and the prompt are those of the row with the most sampled tokens. If several rows begin
         with the same turns, these were sampled only once. They are turns of the first of these rows, and
-        inserted tokens of the others.
+        inserted tokens of the others. The episode was cut off if any of the rows was.
         """
         episode = self.episode
+        episode.finish_reason = "stop"
         longest = episode.conversation          # nothing was sampled in it
         joined = Conversation(longest.first._replace(ids=[]))
         joined.row_starts = []
@@ -277,7 +270,8 @@ class AgentSession:
                 continue
             conversation = last.conversation
             joined.row_starts.append((len(joined.ids), len(joined.logprobs), len(conversation.first.ids)))
-            self.full |= last.full
+            if last.full:
+                episode.finish_reason = "length"
             if len(conversation.logprobs) > len(longest.logprobs):
                 longest = conversation
                 episode.row = episode.row | {"prompt": last.messages[:-len(conversation.messages)]}
@@ -383,4 +377,4 @@ def defused(message, template):
     """
     if message["role"] == "system":
         return message
-    return json.loads(template.defused(json.dumps(message, ensure_ascii=False)))
+    return template.defused_message(message)

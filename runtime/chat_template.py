@@ -6,6 +6,7 @@ environment's message, the beginning of the next turn) is the difference of two 
 conversation, one with the message and one without it. Nothing is encoded twice, so no token can change. That
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
+import ast
 import contextlib
 import functools
 import json
@@ -81,7 +82,7 @@ class Template:
             names[call["id"]] = name if name in self.tool_names else "unknown"
         messages, question, sampled = self._until_end(tuple(names.values()))
         for message in reply:
-            message = message | {"content": self.defused(text_in(message["content"]))}
+            message = self.defused_message(message)
             if message.get("tool_call_id") in names:
                 message["name"] = names[message["tool_call_id"]]
             messages = [*messages, message]
@@ -117,6 +118,15 @@ class Template:
     def defused(self, text):
         """Return the text with a CUT inside everything in it that is encoded as a control token."""
         return broken_up(text, self.tokenizer, self.control_ids, CUT)
+
+    def defused_message(self, message):
+        """Return a message with a CUT inside all control tokens, also those in its tool calls.
+
+        Its content becomes text.
+        """
+        message = message | {"content": self.defused(text_in(message["content"]))}
+        # Some control tokens contain double quotes. repr leaves these as they are, and JSON does not.
+        return ast.literal_eval(self.defused(repr(message)))
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""

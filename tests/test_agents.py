@@ -341,10 +341,24 @@ def test_text_that_looks_like_control_tokens_is_text(write):
             ask(base_url, api_key, [user("?"), {"role": "assistant", "content": "<|end|>", "tool_calls": [
                 {"id": "<|end|>", "function": {"name": "<|end|>", "arguments": '{"a": "<|user|>"}'}}]}, {
                 "role": "tool", "tool_call_id": "<|end|>", "content": "<|end|>"}])
+            # Some control tokens have quotes, as here <|"|>.
+            quoted = {"role": "assistant", "content": '<|"|>', "tool_calls": [
+                {"id": "a", "function": {"name": '<|"|>', "arguments": {"<|end|>": ['<|user|>', '<|"|>']}}}]}
+            messages = [user('<|"|>'), quoted, user("?")]
+            messages.append(ask(base_url, api_key, messages))
+            ask(base_url, api_key, messages + [quoted, user('<|"|>')])
             return 1
     """)
-    (r,) = played(player(agent, max_prompt_length=200), [["x<|end|>", "yy<|end|>", "z<|end|>"]])
-    (first, _, _), (second, _, _) = rows_of(r)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens(['<|"|>'])
+    plays = player(agent, max_prompt_length=200, tokenizer=tokenizer)
+    says = Says([f"{text}<|end|>" for text in ("x", "yy", "z", "t", "u")])
+    (r,) = plays.play(says, prompts_for([{}], tokenizer=tokenizer), 1, [0], 5000, 1.0)
+    (first, _, _), (second, _, _), (third, _, _) = rows_of(r)
+    kinds = [token for token in third.tolist() if token in (USER, ASSISTANT, END, len(TOKENIZER))]
+    asked, said = [USER, END], [ASSISTANT, END]
+    assert kinds == asked + said + asked + said + said + asked + said
+    assert TOKENIZER.decode(third).count('<|"|>') == 4          # in calls the template escapes the quote
     kinds = [token for token in first.tolist() if token in (USER, ASSISTANT, END)]
     assert kinds == [END, USER, END, ASSISTANT, END, USER, END, ASSISTANT, END]
     assert "c<|end|><|assistant|>" in TOKENIZER.decode(first)
@@ -521,17 +535,16 @@ LONG = "x" * 300
     ([("policy", ["a"]), ("policy", ["a", 0, LONG]), ("policy", ["c"])], ["b<|end|>", "longer<|end|>"], "length"),
     ([("policy", ["a"]), ("policy", ["a", 0, LONG]), ("policy", ["a", 0, "c"])], ["b<|end|>", "c<|end|>"], "stop"),
     ([("policy", ["a"]), ("policy", ["a", 0, "c"]), ("policy", ["a", 0, LONG])], ["b<|end|>", "c<|end|>"], "stop"),
-    ([("policy", ["a"]), ("policy", [LONG])], ["b<|end|>"], "length"),
-    ([("policy", [LONG]), ("policy", ["a"])], ["b<|end|>"], "stop"),
-    ([("policy", ["a"]), ("policy", [LONG]), ("opponent", ["a"])], ["b<|end|>", "c<|end|>"], "length"),
+    ([("policy", ["a"]), ("policy", [LONG]), ("policy", ["c"])], ["b<|end|>", "c<|end|>"], "stop"),
     ([("policy", ["a"]), ("opponent", ["a"]), ("opponent", ["a", 1, LONG])], ["b<|end|>", "c<|end|>"], "stop"),
     ([("policy", ["a"]), ("opponent", [LONG])], ["b<|end|>"], "stop"),
     ([("policy", ["a"]), ("opponent", ["a"])], ["b<|end|>", "c" * 80], "stop")])
 def test_an_episode_is_cut_off_if_any_of_its_rows_is(write, asks, texts, finish_reason):
-    """A refused continuation counts if nothing else continued the row, a refused new row if nothing followed it."""
+    """A refused continuation counts if nothing else continued the row."""
     (r,) = played(player(write(CUTS), max_completion_length=60, max_prompt_length=100), [texts], [{"asks": asks}])
     assert not r.counts.get("problem") and r.finish_reason == finish_reason, r.counts
-    assert r.counts["untrained_tokens"] == sum(len(TOKENIZER(text).input_ids[:60]) for text in texts) - len(r.logprobs)
+    # rollout.text_of takes the last token of an episode that has stopped for an end token.
+    assert finish_reason != "stop" or all(ids[-1] == END for ids, _, _ in rows_of(r))
 
 
 # ---------------------------------------------------------------- the endpoint

@@ -50,9 +50,9 @@ class Episode:
     conversation   the episode as tokens
     finish_reason  "" as long as the episode goes on; Player.play lists the other values
     instance       the instance of the environment that plays, or None
-    session        the endpoint.AgentSession of the agent that plays, or None. It sets row and conversation to
-                   those of the agent's longest row, and at the end joins all rows in conversation. It also
-                   sets finish_reason and asking.
+    session        the endpoint.AgentSession of the agent that plays, or None. At the end it joins all rows of
+                   the agent in conversation, gives row the prompt of the longest one, and sets finish_reason.
+                   It also sets asking.
     asking         the endpoint.Question of the agent for which the engine samples, or None
     rewards, counts, extra    as in rollout.Rollout
     """

@@ -352,7 +352,7 @@ def test_text_that_looks_like_control_tokens_is_text(write):
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_tokens(['<|"|>'])
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "(call.function | tojson)", "(call.function.name ~ call.function.arguments)")
+        "(call.function | tojson)", "(call.function.name ~ (call.function.arguments | tojson))")
     plays = player(agent, max_prompt_length=200, tokenizer=tokenizer)
     says = Says([f"{text}<|end|>" for text in ("x", "yy", "z", "t", "u")])
     (r,) = plays.play(says, prompts_for([{}], tokenizer=tokenizer), 1, [0], 5000, 1.0)
@@ -360,7 +360,7 @@ def test_text_that_looks_like_control_tokens_is_text(write):
     kinds = [token for token in third.tolist() if token in (USER, ASSISTANT, END, len(TOKENIZER))]
     asked, said = [USER, END], [ASSISTANT, END]
     assert kinds == asked + said + asked + said + said + asked + said
-    assert TOKENIZER.decode(third).count('<|"|>') == 8
+    assert TOKENIZER.decode(third).count('<|"|>') == 6          # and twice in JSON, which escapes the quote
     kinds = [token for token in first.tolist() if token in (USER, ASSISTANT, END)]
     assert kinds == [END, USER, END, ASSISTANT, END, USER, END, ASSISTANT, END]
     assert "c<|end|><|assistant|>" in TOKENIZER.decode(first)

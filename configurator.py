@@ -213,10 +213,9 @@ RULES = (
     # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
     (lambda min_p: min_p < 1, ": must be below 1"),
-    (lambda top_p, top_k, trainers: top_p == 1 or top_k > 0,
-     " needs a top_k, such as 20: the trainer keeps the tokens that each token was drawn from"),
-    (lambda min_p, top_k, trainers: min_p == 0 or top_k > 0,
-     " needs a top_k, such as 20: the trainer keeps the tokens that each token was drawn from"),
+    (lambda top_k, top_p, min_p, trainers: top_k > 0 or top_p == 1 and min_p == 0,
+     ": with top_p={top_p} and min_p={min_p} training needs one, such as 20, because it keeps all tokens "
+     "that a token was drawn from"),
     (lambda token_budget, max_prompt_length, max_completion_length:
      max_prompt_length + max_completion_length <= token_budget,
      ": less than max_prompt_length + max_completion_length"),

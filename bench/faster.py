@@ -34,10 +34,10 @@ def gradient(logits, targets, lse, d_logp):
 
 
 class CompiledLogprobs(torch.autograd.Function):
-    """logprobs.LogprobsFromHidden for a head without bias, scale and softcap, and an entropy without gradient."""
+    """logprobs.LogprobsFromHidden for a head without bias, scale, softcap and kept sets, and an entropy without gradient."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, *scale_and_softcap):
+    def forward(ctx, hidden, weight, bias, targets, temperature, *scale_softcap_and_kept):
         size = max(1, LOGITS[weight.device.type] // len(weight))
         ctx.chunks = [slice(first, first + size) for first in range(0, len(targets), size)]
         logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
@@ -61,7 +61,7 @@ class CompiledLogprobs(torch.autograd.Function):
             del logits
             d_hidden[part] = d_logits @ weight
             torch.addmm(d_weight, d_logits.T, hidden[part], out_dtype=torch.float32, out=d_weight)
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def apply(names):

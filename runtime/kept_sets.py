@@ -27,9 +27,8 @@ def of_logprobs(flat, vocab_size):
     kept = np.isfinite(flat.logprobs).reshape(shape)[:, 1:]
     K = ids.shape[1]
     if K < vocab_size and kept[:, -1].any():
-        token = flat.token_ids[(K + 1) * int(kept[:, -1].argmax())]
-        raise RuntimeError(f"token {token} was drawn from {K} tokens or more, because too many tie at the "
-                           "last place of top_k: choose another top_k")
+        raise RuntimeError(f"vLLM drew a token from {K} tokens or more: too many tie at the last place of "
+                           "top_k, so choose another top_k")
     return np.split(ids[kept], kept.sum(1).cumsum()[:-1])
 
 
@@ -46,17 +45,16 @@ def table(batch, rollouts):
     sizes = []
     for s, tokens, _ in batch.sequences:
         r = rollouts[s]
-        ends = r.kept_sizes.cumsum()
-        ids.append(r.kept_ids[ends[tokens.start] - r.kept_sizes[tokens.start]:ends[tokens.stop - 1]])
+        first = r.kept_sizes[:tokens.start].sum()
         sizes.append(r.kept_sizes[tokens])
-    sizes = np.concatenate(sizes)                                                               # [C]
+        ids.append(r.kept_ids[first:first + sizes[-1].sum()])
+    sizes = np.concatenate(sizes)[:, None]                                                      # [C, 1]
     targets = batch.targets.numpy().astype(np.int32)[:, None]                                   # [C, 1]
-    inside = np.arange(sizes.max()) < sizes[:, None]                                            # [C, M]
-    kept = np.full(inside.shape, -1, dtype=np.int32)
+    inside = np.arange(sizes.max()) < sizes                                                     # [C, M]
+    kept = np.where(inside, 0, targets)
     kept[inside] = np.concatenate(ids)
-    missing = (kept != targets).all(1)
-    if missing.any():
-        c = missing.argmax()
-        raise ValueError(f"token {targets[c, 0]} was sampled, but is not among the tokens that it was drawn "
-                         f"from: {kept[c, :sizes[c]].tolist()}")
-    return torch.from_numpy(np.where(inside, kept, targets))
+    present = (inside & (kept == targets)).any(1)                                               # [C]
+    if not present.all():
+        token = targets[present.argmin(), 0]
+        raise ValueError(f"token {token} was sampled, and is not among the tokens that it was drawn from")
+    return torch.from_numpy(kept)

@@ -63,7 +63,7 @@ def keep_rollouts():
             os.makedirs(folder, exist_ok=True)
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
                 for r in rollouts:
-                    as_lists = {key: getattr(r, key).tolist() for key in ("ids", "spans", "logprobs", "row_starts")}
+                    as_lists = {key: value.tolist() for key, value in vars(r).items() if hasattr(value, "tolist")}
                     as_lists["rewards"] = [*r.rewards.items()]
                     file.write(json.dumps(vars(r) | as_lists, default=str) + "\n")
             if isinstance(script.get("sampled"), list):

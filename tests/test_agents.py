@@ -843,13 +843,14 @@ def test_no_other_run_opens_the_endpoint(tmp_path):
     runs.forked(tmp_path / "log", tmp_path / "plays.py")
 
 
-@pytest.mark.parametrize("ranks, aggregation, budget", [
-    (1, "token_mean", 8192), (2, "token_mean", 130), (1, "sequence_mean", 130), (2, "sequence_mean", 8192)])
-def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, write, ranks, aggregation, budget):
-    """Over all rows, by plain forwards in float64. An advantage, and with sequence_mean a weight, is an episode's."""
+@pytest.mark.parametrize("ranks, aggregation, budget, top_k", [
+    (1, "token_mean", 8192, 12), (2, "token_mean", 130, 0), (1, "sequence_mean", 130, 0), (2, "sequence_mean", 8192, 12)])
+def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, write, ranks, aggregation, budget, top_k):
+    """Over all rows, by plain forwards in float64. An advantage, and with sequence_mean a weight, is an episode's.
+    With a top_k the probabilities are normalised over the tokens that each one was drawn from."""
     metrics, _ = train(talker, tmp_path, agent=write(BRANCHES), max_steps=1, grad_clip=0, temperature=0.9,
                        ranks=ranks, loss_aggregation=aggregation, token_budget=budget, eval_prompts=2,
-                       max_prompt_length=60)
+                       max_prompt_length=60, top_k=top_k, top_p=0.95 if top_k else 1.0)
     assert 2.2 < metrics[0]["episodes/rows"] < 4 and metrics[0]["episodes/untrained_tokens"] == 0
     episodes = kept_rollouts(tmp_path / "run", 0)
     assert len({len(one["row_starts"]) for one in episodes}) > 1
@@ -863,11 +864,14 @@ def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, writ
     for one, advantage in zip(episodes, advantages):
         weight = 1 / tokens if aggregation == "token_mean" else 1 / one["length"] / len(episodes)
         starts = [start for start, _, _ in one["row_starts"]]
+        sizes, kept = iter(one.get("kept_sizes", [])), iter(one.get("kept_ids", []))
         for start, end in zip(starts, [*starts[1:], len(one["ids"])]):
-            logps = (model(torch.tensor(one["ids"][start:end])[None]).logits[0] / 0.9).log_softmax(-1)
+            logits = model(torch.tensor(one["ids"][start:end])[None]).logits[0] / 0.9
             for first, last in one["spans"]:
                 for place in range(max(first, start), min(last, end)):
-                    loss = loss - weight * advantage * logps[place - 1 - start, one["ids"][place]]
+                    left = [next(kept) for _ in range(next(sizes))] if top_k else [*range(logits.shape[1])]
+                    logps = logits[place - 1 - start, left].log_softmax(-1)
+                    loss = loss - weight * advantage * logps[left.index(one["ids"][place])]
     loss.backward()
     found = gradient(tmp_path / "run" / "checkpoint-1")
     slow = torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
@@ -883,7 +887,7 @@ def whole(talker, tmp_path_factory):
     return folder, output
 
 
-THREE = {"max_steps": 3, "eval_prompts": 2, "eval_interval": 2}
+THREE = {"max_steps": 3, "eval_prompts": 2, "eval_interval": 2, "top_p": 0.9, "top_k": 30}
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(talker, tmp_path, write, whole):

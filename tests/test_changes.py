@@ -190,14 +190,6 @@ def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, 
     assert without_times(lines(tmp_path / "again")) == without_times(metrics)
 
 
-@pytest.mark.parametrize("setting", ["top_p = 0.5", "top_k = 3"])
-def test_a_setting_of_evaluation_does_not_act_in_training(folder, tmp_path, setting):
-    script = changed(tmp_path, ("temperature = 1.0 ", f"{setting}\ntemperature = 1.0 "))
-    name, value = setting.split(" = ")
-    message = f"{name}={value}: the trainer computes the probabilities of all tokens"
-    runs.refused([f"--model={folder}"], message, tmp_path, script=script)
-
-
 def test_the_kl_is_taken_off_the_rewards_of_tokens_too(folder, teacher, reward_file, tmp_path):
     """With one reward for each completion grpo_process is grpo, also with a KL or a penalty."""
     how = ["--max_num_gen_batches=0", "--overlong_buffer=6", "--num_mini_batches=1", "--kl_coef=0.3",

@@ -335,10 +335,10 @@ def scored(rollouts, plays_as, **settings):
 
 # ---------------------------------------------------------------- one turn
 
-def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0, min_p=0.0):
     """What a Sampler makes of these seeds, which otherwise are hashes."""
     settings = SimpleNamespace(max_completion_length=max_tokens, temperature=temperature, top_p=top_p,
-                               top_k=top_k, seed=0)
+                               top_k=top_k, min_p=min_p, seed=0)
     generate = lambda ids, n, _, *sampling: engine.generate(ids, n, seeds, *sampling)
     engine_with = SimpleNamespace(generate=generate, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
     sample = rollout.Sampler(settings, tokenizer, player(""), engine_with)
@@ -374,12 +374,14 @@ def test_a_single_answer_is_the_same_either_way(engine):
     """In all that a rollout holds, bit for bit."""
     rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "2+3="}], "answer": "5"}]
     prompts = data.encode_rows(TOKENIZER, list(enumerate(rows)))
-    for sampling in ((0.9,), (0.0,), (1.0, 0.8, 3)):
+    for sampling in ((0.9,), (0.0,), (1.0, 0.8, 3, 0.1)):
         ways = [one_turn(way, engine, prompts, 4, [5, 900], 12, *sampling) for way in ("single", "played")]
         for alone, played in zip(*ways, strict=True):
             assert alone.row is played.row and not alone.problem and not played.problem
-            kept_alone, kept_played = (rollout.as_arrays([r])["records"].tobytes() for r in (alone, played))
+            kept_alone, kept_played = ({name: array.tobytes() for name, array in rollout.as_arrays([r]).items()}
+                                       for r in (alone, played))
             assert kept_alone == kept_played and identical([alone], [played])
+            assert ("0.kept_ids" in kept_alone) == (len(sampling) > 1)
             for name in ("ids", "spans", "logprobs"):
                 assert getattr(alone, name).dtype == getattr(played, name).dtype
     # Every request has a seed of its own.
@@ -388,10 +390,11 @@ def test_a_single_answer_is_the_same_either_way(engine):
 
 
 @pytest.mark.parametrize("way", ["single", "played"])
-def test_top_p_and_top_k_reach_the_engine(hf, way):
+def test_top_p_top_k_and_min_p_reach_the_engine(hf, way):
     prompts = prompts_for([{}])
-    rollouts = one_turn(way, hf, prompts, 8, [5], 120, 1.0, 0.9, 2)
-    assert identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2))
+    rollouts = one_turn(way, hf, prompts, 8, [5], 120, 1.0, 0.9, 2, 0.2)
+    assert identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2, min_p=0.2))
+    assert not identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2))
     assert not identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0))
 
 

@@ -3,6 +3,7 @@ import functools
 import random
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,15 +24,41 @@ from test_packing import episode, random_parts, random_rollouts, sampled_places
 
 # ---------------------------------------------------------------- logprobs and entropy
 
-def plain_logps(model, parts, temperature):
-    """Logprobs and entropies of the sampled tokens of one row, [len] each, by full logits."""
+def plain_logps(model, parts, temperature, sets=None):
+    """Logprobs and entropies of the sampled tokens of one row, [len] each, by full logits.
+
+    sets: for each of these tokens the list of those that it was drawn from, if these were not all tokens.
+    """
     ids, places = torch.tensor(sum(parts, [])), sampled_places(parts)
+    if sets:
+        logits, logps, entropies = model(ids[None]).logits[0] / temperature, [], []
+        for place, kept in zip(places, sets, strict=True):
+            table = logits[place - 1, kept].log_softmax(0)
+            logps.append(table[kept.index(ids[place].item())])
+            entropies.append(-(table.exp() * table).sum())
+        return torch.stack(logps), torch.stack(entropies)
     table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[[place - 1 for place in places]]
     return table.gather(1, ids[places, None])[:, 0], -(table.exp() * table).sum(1)
 
 
 def plain_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def random_sets(rows, vocabulary, largest=7):
+    """For each row of parts a list of up to seven tokens for each of its sampled tokens, which is among them."""
+    rng, sets = random.Random(0), []
+    for parts in rows:
+        sets.append([])
+        for token in sum(parts[1::2], []):
+            kept = {token, *rng.sample(range(vocabulary), rng.randrange(largest))}
+            sets[-1].append(rng.sample([*kept], len(kept)))
+    return sets
+
+
+def keep(rollouts, sets):
+    for r, kept in zip(rollouts, sets, strict=True):
+        r.keep([np.array(ids, dtype=np.int32) for ids in kept])
 
 
 def assert_same_gradients(policy, plain):
@@ -183,7 +210,8 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 @pytest.mark.parametrize("through", ["logp", "entropy", "both"])
 @pytest.mark.parametrize("scale, softcap", [(1.0, 0.0), (0.25, 0.0), (3.0, 2.0)])
-def test_logprobs_from_hidden(monkeypatch, bias, chunk, through, scale, softcap):
+@pytest.mark.parametrize("restricted", [False, True])
+def test_logprobs_from_hidden(monkeypatch, bias, chunk, through, scale, softcap, restricted):
     monkeypatch.setattr(logprobs, "LOGITS", {"cpu": chunk * 37})
     C, H, V, temperature = 10, 8, 37, 0.7
     inputs = [torch.randn(C, H), torch.randn(V, H)] + ([torch.randn(V)] if bias else [])
@@ -193,12 +221,19 @@ def test_logprobs_from_hidden(monkeypatch, bias, chunk, through, scale, softcap)
     slow = [x.double().requires_grad_() for x in inputs]
     logits = scale * (slow[0] @ slow[1].T + (slow[2] if bias else 0))
     logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / temperature
-    expected = torch.stack([logits[c].log_softmax(0)[targets[c]] for c in range(C)])
-    expected_entropy = torch.stack([-(row.softmax(0) * row.log_softmax(0)).sum() for row in logits])
+    kept, each = None, [[*range(V)]] * C
+    if restricted:
+        # With repeats, in any order, and of one token only.
+        kept = torch.cat([targets[:, None], torch.randint(V, (C, 5), dtype=torch.int32), targets[:, None]], 1).int()
+        kept[3] = targets[3]
+        each = [[*{*row}] for row in kept.tolist()]
+    rows = [logits[c, each[c]] for c in range(C)]
+    expected = torch.stack([rows[c].log_softmax(0)[each[c].index(targets[c])] for c in range(C)])
+    expected_entropy = torch.stack([-(row.softmax(0) * row.log_softmax(0)).sum() for row in rows])
     objective(expected, expected_entropy).backward()
     fast = [x.clone().requires_grad_() for x in inputs]
     logp, entropy = LogprobsFromHidden.apply(*fast, *([] if bias else [None]), targets, temperature, scale,
-                                             softcap)
+                                             softcap, kept)
     objective(logp, entropy).backward()
     torch.testing.assert_close(logp.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)

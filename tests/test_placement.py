@@ -554,8 +554,8 @@ def test_fields_of_your_own_come_back_as_they_were(tmp_path):
             as_arrays([r])
 
 
-@pytest.mark.parametrize("key", ["max_staleness", "temperature", "max_completion_length", "max_turns",
-                                 "reward_weights"])
+@pytest.mark.parametrize("key", ["max_staleness", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
+                                 "max_turns", "reward_weights"])
 def test_what_was_sampled_with_other_settings_is_not_taken(key):
     settings = dict.fromkeys(placement.SAMPLED_WITH, 1)
     run = SimpleNamespace(state={"ahead": [3, 4], "settings": settings},

@@ -166,12 +166,45 @@ def test_more_prompts_than_fit_one_batch(engine):
     assert completions_of(many[560:564]) == completions_of(some)
 
 
-def test_truncated_sampling_reports_the_truncated_distribution(engine, model):
-    rollouts = generate(engine, temperature=0.8, top_p=0.9, top_k=5)
+def sets_of(r):
+    """The tokens that each sampled token of a rollout was drawn from."""
+    assert r.kept_ids.dtype == r.kept_sizes.dtype == np.int32 and len(r.kept_sizes) == len(r.logprobs)
+    ids = r.kept_ids.tolist()
+    return [{ids.pop(0) for _ in range(size)} for size in r.kept_sizes]
+
+
+@pytest.mark.parametrize("top_p, top_k, min_p", [(0.9, 5, 0.0), (0.95, 10 ** 6, 0.02), (1.0, 40, 0.0), (0.9, 0, 0.3)])
+def test_truncated_sampling_reports_the_truncated_distribution(engine, model, top_p, top_k, min_p):
+    """And with a top_k the tokens that were left, also if these are more than vLLM reports by default."""
+    rollouts = generate(engine, temperature=0.8, top_p=top_p, top_k=top_k, min_p=min_p)
     for r, (completion, logits) in zip(rollouts, tables(rollouts, model, 0.8)):
-        for token, logprob, probs in zip(completion, r.logprobs, logits.softmax(-1).tolist()):
-            kept = slow_truncation(probs, 0.9, 5)
+        expected = [slow_truncation(probs, top_p, top_k, min_p) for probs in logits.softmax(-1).tolist()]
+        for token, logprob, kept in zip(completion, r.logprobs, expected):
             assert math.exp(logprob) == pytest.approx(kept[token], abs=1e-4)
+        if top_k:
+            assert sets_of(r) == [{*kept} for kept in expected]
+        else:
+            assert not vars(r).keys() & {"kept_ids", "kept_sizes"}
+    assert not any(hasattr(r, "kept_ids") for r in generate(engine, temperature=0.0, top_k=top_k))
+
+
+def test_tokens_that_tie_are_known(engine, model):
+    """Each logit occurs three times. vLLM keeps all three at the last place of top_k, the plain engine one or two."""
+    head = model.get_input_embeddings().weight.detach()
+    load = lambda version: engine.load_weights(
+        ((name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False)), version)
+    before = head.clone()
+    head.copy_(head[torch.arange(len(head)) // 3 * 3])
+    load(1)
+    rollouts = generate(engine, temperature=1.0, top_k=5)
+    for r, (completion, logits) in zip(rollouts, tables(rollouts, model)):
+        for token, logprob, kept, row in zip(completion, r.logprobs, sets_of(r), logits):
+            assert len(kept) == (6 if engine.name == "vllm" else 5)
+            assert {i // 3 for i in kept} == {i // 3 for i in row.topk(6).indices.tolist()}
+            kept = sorted(kept)
+            assert row[kept].log_softmax(0)[kept.index(token)].item() == pytest.approx(logprob, abs=1e-5)
+    head.copy_(before)
+    load(2)
 
 
 def test_greedy_takes_the_likeliest_token(engine, model):
@@ -264,9 +297,11 @@ def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
 
 # ---------------------------------------------------------------- sample_tokens, without a model
 
-def slow_truncation(probs, top_p, top_k):
-    """{token: probability} of the top_k likeliest tokens, then of the fewest of them that hold top_p."""
-    ranked = sorted(enumerate(probs), key=lambda pair: -pair[1])[:top_k or None]
+def slow_truncation(probs, top_p, top_k, min_p=0.0):
+    """{token: probability} of the tokens with min_p of the largest one, of the top_k likeliest of these, then of
+    the fewest of them that hold top_p."""
+    likely = [(token, p) for token, p in enumerate(probs) if p >= min_p * max(probs)]
+    ranked = sorted(likely, key=lambda pair: -pair[1])[:top_k or None]
     total, kept, held = sum(p for _, p in ranked), {}, 0.0
     for token, p in ranked:
         if held >= top_p * total:
@@ -276,15 +311,18 @@ def slow_truncation(probs, top_p, top_k):
     return {token: p / sum(kept.values()) for token, p in kept.items()}
 
 
-@pytest.mark.parametrize("temperature, top_p, top_k", [
-    (1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 3), (1.5, 0.7, 4)])
-def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top_k):
+@pytest.mark.parametrize("temperature, top_p, top_k, min_p", [
+    (1.0, 1.0, 0, 0.0), (0.5, 1.0, 0, 0.0), (1.0, 0.8, 0, 0.0), (1.0, 1.0, 3, 0.0), (1.5, 0.7, 4, 0.0),
+    (1.0, 1.0, 0, 0.15), (1.0, 0.8, 4, 0.15)])
+def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top_k, min_p):
+    """top_p is a share of what min_p and top_k have left: without min_p the last case would keep a token more."""
     logits = torch.tensor([0.3, -1.0, 2.0, 1.1, 0.0, -3.0])
-    expected = slow_truncation((logits.double() / temperature).softmax(-1).tolist(), top_p, top_k)
+    expected = slow_truncation((logits.double() / temperature).softmax(-1).tolist(), top_p, top_k, min_p)
     # Every twenty-thousandth once.
     uniform = (torch.arange(20000) + 0.5) / 20000
-    tokens, logprobs = rollout.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k)
+    tokens, logprobs, kept = rollout.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k, min_p)
     assert set(tokens.tolist()) == set(expected)
+    assert kept[7].nonzero()[:, 0].tolist() == sorted(expected) if top_k else kept is None
     for token, p in expected.items():
         drawn = tokens == token
         assert drawn.float().mean().item() == pytest.approx(p, abs=2e-4)
@@ -294,7 +332,7 @@ def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top
 def test_sample_tokens_never_draws_an_impossible_token():
     logits = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
     for u in (0.0, 1 - 2 ** -24):
-        token, logprob = rollout.sample_tokens(logits, torch.tensor([u]), 1.0)
+        token, logprob, _ = rollout.sample_tokens(logits, torch.tensor([u]), 1.0)
         assert token.item() in (0, 1) and logprob.isfinite().all()
 
 

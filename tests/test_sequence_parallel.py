@@ -9,7 +9,7 @@ from model import load_policy, micro_batches
 from packing import deal
 from runtime.model_folder import model_class
 from runs import on_ranks
-from test_model import plain_logps
+from test_model import keep, plain_logps, random_sets
 from test_packing import episode, random_parts
 
 PARTS = random_parts(14, 250, longest=9, parts=(2, 4, 5))       # with shared prefixes and several spans
@@ -17,10 +17,11 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 WEIGHTS = [torch.linspace(-1, 1.5, sum(map(len, row[1::2]))).roll(i) for i, row in enumerate(PARTS)]
 
 
-def trained(folder, size, checkpointing, names):
+def trained(folder, size, checkpointing, names, sets):
     """Of a rank: its logprobs and entropies, and of all ranks the named gradients, of a loss by sequences."""
     group, _ = dist.new_subgroups(size)
     mesh, rollouts = dist.init_device_mesh("cpu", (dist.get_world_size(),)), [episode(*row) for row in PARTS]
+    keep(rollouts, sets)
     policy = load_policy(folder, mesh, torch.float32, checkpointing, sequence_group=group)
     shares, found, sizes = deal(rollouts, range(14), mesh.size()), {}, []
     if size == 4:                                               # all on the last rank, the others are idle
@@ -41,7 +42,8 @@ def trained(folder, size, checkpointing, names):
     ("gemma2", 2, 2, False)])
 def test_logprobs_and_gradients_are_those_of_plain_forwards(monkeypatch, tmp_path, name, count, size,
                                                             checkpointing):
-    """Grouped heads; with windows, sinks and softcaps; by rows that are as short on every rank."""
+    """Grouped heads; with windows, sinks and softcaps; by rows that are as short on every rank. Two ranks
+    normalise over the tokens that each token was drawn from."""
     path = str(tmp_path)
     if name == "qwen3":
         torch.manual_seed(0)
@@ -53,12 +55,13 @@ def test_logprobs_and_gradients_are_those_of_plain_forwards(monkeypatch, tmp_pat
         bench.models.make(name, path)
     plain = model_class(AutoConfig.from_pretrained(path)).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager").eval()
-    expected = [plain_logps(plain, row, 0.8) for row in PARTS]
+    sets = random_sets(PARTS, 250) if count == 2 else [()] * 14
+    expected = [plain_logps(plain, row, 0.8, kept) for row, kept in zip(PARTS, sets)]
     for s, ((logp, entropy), weight) in enumerate(zip(expected, WEIGHTS)):
         loss = logp.mean() ** 2 + torch.linspace(-1, 1, 14)[s] * logp.exp() + 0.3 * entropy
         (loss * weight).sum().backward(retain_graph=True)
     names = [name for name, p in plain.named_parameters() if p.grad is not None]
-    results, seen = on_ranks(count, tmp_path, trained, path, size, checkpointing, names), {}
+    results, seen = on_ranks(count, tmp_path, trained, path, size, checkpointing, names, sets), {}
     for rank, (found, sizes, gradients) in enumerate(results):
         assert not seen.keys() & found.keys()
         seen |= found

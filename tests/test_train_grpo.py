@@ -120,10 +120,13 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
     ["--kl_coef=0.1", "--kl_estimator=k3+", "--num_mini_batches=2", "--loss_type=gspo", "--old_logprobs=engine",
      "--advantage=reinforce++_baseline", "--entropy_coef=0.01"],
     ["--kl_coef=0.1", "--kl_estimator=k3_is", "--num_mini_batches=2", "--loss_type=sapo",
-     "--advantage=grpo_process",
-     "--engine_correction=token_truncate"]])
+     "--advantage=grpo_process", "--engine_correction=token_truncate", "--top_p=0.7", "--top_k=20", "--min_p=0.01",
+     "--engine=auto"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
+    """In the first step policy and reference are the same, also where all tokens but the likeliest are left out."""
     metrics, _ = train(folder, tmp_path / "run", reward_file, *arguments)
+    for extreme in ("min", "max"):
+        assert abs(metrics[0][f"sampling/importance_sampling_ratio/{extreme}"] - 1) < 1e-5
     # The policy leaves the reference. The mean of k1 over so few tokens may be below 0.
     assert abs(metrics[0]["kl"]) < 1e-5 and abs(metrics[1]["kl"]) > 1e-3
     assert metrics[1]["grad_norm"] > 0
@@ -229,7 +232,11 @@ def bad(tmp_path_factory, folder):
     (["--num_mini_batches=3"], "num_mini_batches=3 does not divide"),
     (["--prompts_per_step=0"], "prompts_per_step=0"),
     (["--token_budget=100"], "token_budget=100"),
-    (["--top_p=0.9"], "unknown setting --top_p"),
+    (["--top_p=0.9"], "top_k=0: with top_p=0.9 and min_p=0.0 training needs one, such as 20"),
+    (["--min_p=0.1", "--top_p=1"], "top_k=0: with top_p=1.0 and min_p=0.1 training needs one, such as 20"),
+    (["--top_p=0", "--top_k=5"], "top_p=0.0: must be above 0"), (["--top_p=1.1"], "top_p=1.1: must be from 0 to 1"),
+    (["--top_k=-1"], "top_k=-1: must not be negative"), (["--min_p=-0.1"], "min_p=-0.1: must not be negative"),
+    (["--min_p=1", "--top_k=5"], "min_p=1.0: must be below 1"),
     (["--max_num_gen_batches=2"], "unknown setting --max_num_gen_batches"),
     (["--temperature=0"], "temperature=0"),
     (["--advantage=gae"], "advantage=gae: choose grpo, dr_grpo, "),

@@ -48,7 +48,8 @@ from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, sh
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
-# vLLM keeps all tokens that tie at the last place of top_k. It is asked for the logprobs of this many more.
+# vLLM keeps all tokens that tie at the last place of top_k, so it is asked for the logprobs of this many tokens
+# more than top_k.
 TIES = 4
 
 
@@ -92,8 +93,9 @@ class Rollout:
     def keep(self, sets):
         """Keep the sets that the sampled tokens were drawn from, as in Answer.kept, for the trainer.
 
-        They become two arrays: kept_ids holds the ids of all sets, one set after the other, and kept_sizes
-        [C] the sizes of the sets. A rollout that was sampled without top_k has neither.
+        They become two int32 arrays: kept_ids holds the ids of all sets, one set after the other, and
+        kept_sizes [C] the sizes of the sets. A rollout that was sampled without top_k has neither, so these
+        are no fields: copy.copy(r) has them, but dataclasses.replace(r) would lose them.
         """
         if sets:
             self.kept_ids = np.concatenate(sets)
@@ -152,8 +154,8 @@ class Answer(NamedTuple):
     logprobs: list           # one per sampled token
     finish_reason: str       # stop: the last token is an end token; length: it was cut off; abort: by `abort`
     versions: tuple = ((0, 0),)                 # as in Rollout
-    # With a top_k and a temperature: for each sampled token the ids of the tokens that it was drawn from, an
-    # int32 array, after temperature, min_p, top_k and top_p. Otherwise empty.
+    # With a top_k and a temperature there is an int32 array for each sampled token: the ids of the tokens that
+    # it was drawn from, which temperature, min_p, top_k and top_p had left. Otherwise it is empty.
     kept: list = ()
 
 
@@ -489,7 +491,7 @@ class VLLMEngine(Engine):
         distributed.watchdog.moved()
         self._wake()
         engine = self.llm.llm_engine
-        vocab_size = self.llm.model_config.get_vocab_size()
+        vocab_size = engine.model_config.get_vocab_size()
         for name, ids, seed, max_tokens, temperature, top_p, top_k, min_p in requests:
             count = 0                           # how many of the likeliest tokens' logprobs are returned
             if top_k and temperature:
@@ -602,7 +604,7 @@ class HFEngine(Engine):
         ids = ids.clamp(min=0)
         tokens = torch.zeros_like(uniform, dtype=torch.long)
         logprobs = torch.zeros_like(uniform)
-        kept = [[] for _ in requests]                           # the sets that its tokens were drawn from
+        kept = [[] for _ in requests]                           # of each: what its tokens were drawn from
         lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
         alive = lengths == 0                                    # [R]: False for requests that have ended
         rows = torch.arange(len(requests), device=self.device)  # the requests that are still computed

@@ -4,8 +4,8 @@ The tokens that each sampled token was drawn from, if top_k restricts sampling. 
 An engine samples from the tokens that temperature, min_p, top_k and top_p leave, and its logprobs are
 normalised over these. A trainer that normalises over all tokens computes another policy: its ratio to the
 engine is below 1 for every token. So each rollout keeps these sets, and every logprob and entropy of the
-trainer is normalised over them, those of the reference model as well. Later updates of a step, and models
-that would have kept other tokens, use the sets of the engine. DeepSeek-V3.2 calls this "keep sampling mask"
+trainer is normalised over them. Later updates of a step and the reference model would leave other tokens, but
+they use the same sets as well. DeepSeek-V3.2 calls this "keep sampling mask"
 (https://arxiv.org/abs/2512.02556, section 3.1).
 
     of_logprobs   returns the sets of an answer of vLLM

@@ -48,8 +48,7 @@ from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, sh
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
-# vLLM keeps all tokens that tie at the last place of top_k, so it is asked for the logprobs of this many tokens
-# more than top_k.
+# vLLM keeps all tokens that tie at the last place of top_k, so it is asked for the logprobs of this many more.
 TIES = 4
 
 
@@ -154,8 +153,8 @@ class Answer(NamedTuple):
     logprobs: list           # one per sampled token
     finish_reason: str       # stop: the last token is an end token; length: it was cut off; abort: by `abort`
     versions: tuple = ((0, 0),)                 # as in Rollout
-    # With a top_k and a temperature there is an int32 array for each sampled token: the ids of the tokens that
-    # it was drawn from, which temperature, min_p, top_k and top_p had left. Otherwise it is empty.
+    # With a top_k and a temperature it has an int32 array for each sampled token: the ids of the tokens that
+    # this one was drawn from, which temperature, min_p, top_k and top_p had left. Otherwise it is empty.
     kept: list = ()
 
 

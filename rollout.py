@@ -48,7 +48,7 @@ from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, sh
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
-# vLLM keeps all tokens that tie at the last place of top_k, so it is asked for the logprobs of this many more.
+# vLLM is asked for the logprobs of top_k + TIES tokens, because it keeps all that tie at the last place.
 TIES = 4
 
 

@@ -153,10 +153,12 @@ def end(code):
 
 def failed(kind, error, trace):
     """The sys.excepthook of a run, which also tells torchrun about the error."""
-    # A lost connection mostly means that another process has failed first.
+    # A lost connection mostly means that another process has failed first. Or the run is over, and in a moment
+    # the thread that listens for that ends this process (placement.py).
     later = 0
     if kind.__module__ == "torch.distributed" or "gloo/" in str(error):
         later = 60
+        time.sleep(0.5)
     tell_launcher(f"{kind.__name__}: {error}", later)
     sys.__excepthook__(kind, error, trace)
     # This comes now, because no thread can be started while the interpreter ends.

@@ -89,6 +89,12 @@ def hashed(*values):
 # who goes on: actors, processes, and the world in which they are
 
 
+def locked():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Actor:
     """A thread of one of the run's processes. ready() says whether it can go on; where: what it waits for."""
 
@@ -99,7 +105,8 @@ class Actor:
         self.ready = bool
         self.where = "its start"
         self.speed = process.speed
-        self.turn = threading.Semaphore(0)
+        self.patient = False                # whether it lets all others go first
+        self.turn = locked()
 
     def __repr__(self):
         return f"{self.process.name} {self.name}"
@@ -115,7 +122,10 @@ class Process:
         self.speed = world.random.choice([1.0, 1.0, 1.0, 0.2, 0.02])
         self.code = None
         self.handlers = {}
-        self.signals = []
+        self.signals = []                   # those that its main thread has not handled
+        self.ready = False                  # whether it has begun so far that it knows what a signal means
+        self.trains = False
+        self.signalled = False
         self.step = 0                       # that a trainer makes
         self.calls = 0                      # of the reward
         self.group = None                   # the collectives of its role
@@ -147,7 +157,7 @@ class World:
         self.fault = ""
         self.switches = 0
         self.digest = 0                     # of all choices
-        self.over = threading.Semaphore(0)
+        self.over = locked()
         self.groups = {}
         self.strict = rng.random() < 0.5    # whether a sender waits until its message has been taken
         self.fine = rng.random() < 0.15     # whether actors may be switched at any line of placement.py
@@ -187,10 +197,8 @@ class World:
             self.fail(f"{actor}: {fault}")
         except SystemExit as end:
             process.end(end.code)
-        except BaseException as error:
-            if not self.fault:
-                self.note("".join(traceback.format_exception(error)[-3:]))
-            process.end(1)
+        except Exception as error:
+            self._failed(process, error)
         finally:
             sys.settrace(None)
         self.actors.remove(actor)
@@ -199,6 +207,15 @@ class World:
             self.current.turn.release()
         else:
             self.over.release()
+
+    def _failed(self, process, error):
+        """End a process whose main thread has raised an error, as Python does."""
+        try:
+            distributed.failed(type(error), error, error.__traceback__)
+            self.note(f"{process.name}: {error!r}")
+            process.end(1)
+        except Gone:
+            pass
 
     def _trace(self, frame, event, argument):
         if os.path.basename(frame.f_code.co_filename) == "placement.py":
@@ -233,6 +250,12 @@ class World:
             process.handlers[number](number, None)
             self.last_step = self.last_step or process.step + 1
 
+    def sleep(self, seconds):
+        """Wait longer than any message takes: until nobody else can go on."""
+        self.current.patient = True
+        self.wait(lambda: True, "a sleep")
+        self.current.patient = False
+
     def pause(self, where):
         if self.random.random() < 0.3:
             self.wait(lambda: True, where)
@@ -243,9 +266,12 @@ class World:
         for actor in self.actors:
             if actor.process.code is not None:
                 return actor                                    # it unwinds
-            if actor.ready():
+            if actor.ready() and not actor.patient:
                 total += actor.speed
                 ready.append(actor)
+        if not ready:
+            ready = [actor for actor in self.actors if actor.patient]
+            total = len(ready)
         if not ready:
             self.fail("nobody can go on: " + "; ".join(
                 f"{actor} waits in {actor.where}" for actor in self.actors))
@@ -281,11 +307,14 @@ class World:
         alive = [process for process in ranks if process.code is None]
         self.note(f"signal {event['signal']} to {[process.name for process in alive]}, after {self.switches}")
         for process in alive:
-            ignored = process.handlers.get(event["signal"]) == signal.SIG_IGN
-            if not ignored:
-                gentle = event["signal"] in process.handlers and not process.signals
-                self.endings.append("stopped" if gentle and event["signal"] == signal.SIGTERM else "died")
-            process.signal(event["signal"])
+            number = event["signal"]
+            again = number == signal.SIGINT and process.signalled
+            if number == signal.SIGKILL or not process.ready or (again and process.trains):
+                self.endings.append("died")
+            elif process.trains:
+                self.endings.append("stopped")
+            process.signalled = True
+            process.signal(number)
 
     def breaks(self, kind, number):
         """Whether this kind of thing fails now, the number-th time. On one rank only."""
@@ -316,7 +345,7 @@ class Work:
 
 
 def lost(process):
-    raise RuntimeError(f"Connection closed by peer: {process.name}")
+    raise RuntimeError(f"[gloo/transport/tcp/pair.cc] Connection closed by peer: {process.name}")
 
 
 class Group:
@@ -352,7 +381,8 @@ class Group:
         first_kind, values = self.meetings.setdefault(number, (kind, {}))
         require(kind == first_kind, f"{self.name}: a rank is in {kind}, another in {first_kind}, as their", number)
         values[rank] = value
-        needed = range(self.size) if root is None or (rank == root and self.world.strict) else [root]
+        waits = root is None or (rank == root and self.world.strict and not silent)
+        needed = range(self.size) if waits else [root]
         missing = functools.partial(self._missing, needed, values)
 
         def ready():
@@ -415,12 +445,14 @@ class Wire:
         entry = {"tensor": weakref.ref(tensor), "copy": kept, "taken": False}
         self.group.mail[self.rank].append(entry)
         receiver = self.group.members[to]
+        if receiver.code is not None:
+            lost(receiver)
 
         def ready():
-            return entry["taken"] or not self.world.strict or receiver.code is not None
+            return entry["taken"] or kept is not None or receiver.code is not None
 
         def finish():
-            if receiver.code is not None:
+            if not (entry["taken"] or kept is not None):
                 lost(receiver)
 
         return Work(self.world, ready, finish, "a send")
@@ -640,6 +672,7 @@ class Session:
             episode.asking = None
             if future.cancelled():
                 continue
+            require(answer.ids, "an agent waits and gets no answer")
             episode.extra["turns"].append(turn)
             text, message, _ = episode.player.read_turn(episode.conversation, answer)
             episode.conversation.add_turn(answer, message)
@@ -802,7 +835,7 @@ class Modules:
                 read_bytes=lambda: self._saved(parts[0])["state"]),
             load_file=lambda path: dict(self._saved(path)["arrays"]), locate=self._locate, fail=self._fail,
             time=SimpleNamespace(monotonic=lambda: self.world.switches / 20, perf_counter=lambda: 0.0),
-            opening=lambda *_: "", located=str, resource=None, peak_memory=lambda: 0, torch=torch)
+            check_run=lambda *_, **__: None, opening=lambda *_: "", located=str, resource=None, peak_memory=lambda: 0, torch=torch)
         self.run.checkpoint = SimpleNamespace(json_text=checkpoint.json_text, save_checkpoint=self._save,
                                               load_optimizers=lambda folder, networks: self._saved(folder))
         self.run.metrics = SimpleNamespace(RunLog=Log, rollout_metrics=lambda *_: {}, sample_lines=lambda *_: [])
@@ -813,13 +846,25 @@ class Modules:
         watchdog = SimpleNamespace(moved=lambda where=None: self.world.pause(where), limit=lambda _: None)
         changes = [(distributed, "dist", self.torch_distributed), (rollout, "dist", self.torch_distributed),
                    (metrics, "dist", self.torch_distributed), (distributed, "end", self._end),
-                   (distributed, "watchdog", watchdog), (distributed, "set_up", self._set_up)]
+                   (distributed, "watchdog", watchdog), (distributed, "set_up", self._set_up),
+                   (distributed, "time", SimpleNamespace(sleep=lambda seconds: self.world.sleep(seconds))),
+                   (distributed, "sys", SimpleNamespace(__excepthook__=lambda *_: None)),
+                   (distributed, "atexit", SimpleNamespace(register=lambda *_: None)),
+                   (distributed, "tell_launcher", lambda *_: None),
+                   (distributed, "closing", SimpleNamespace(close=lambda: None))]
+        for module, path in ((distributed, "runtime/distributed.py"), (rollout, "rollout.py")):
+            if self.fault and self.fault[1] == path:
+                changes += changed_code(module, self.copy_of(module.__name__))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+        processors = os.sched_getaffinity(0)
         try:
+            # Only one thread runs at a time, and on one processor it takes half the time to wake the next one.
+            os.sched_setaffinity(0, {sorted(processors)[os.getpid() % len(processors)]})
             for module, name, value in changes:
                 setattr(module, name, value)
             yield self
         finally:
+            os.sched_setaffinity(0, processors)
             for module, name, value in before:
                 setattr(module, name, value)
 
@@ -907,8 +952,9 @@ class Modules:
         def import_module(name, *rest):
             return found[name] if name in found else builtins.__import__(name, *rest)
 
-        exec(self.script, {"__builtins__": vars(builtins) | {"__import__": import_module},
-                           "__name__": "__main__", "__file__": str(ROOT / "train_async.py")})
+        process.globals = {"__builtins__": vars(builtins) | {"__import__": import_module},
+                           "__name__": "__main__", "__file__": str(ROOT / "train_async.py")}
+        exec(self.script, process.globals)
 
     def _found(self, process):
         """{name: the module that the script imports by it}"""
@@ -932,9 +978,10 @@ class Modules:
                 self.notes = []
                 world.pause("the loading of models")
 
-            def end(self):
-                process.log_ended = True
-                super().end()
+            def begin(self, *arguments, **named):
+                log = super().begin(*arguments, **named)
+                process.ready = True
+                return log
 
         def load_policy(start, *rest):
             *_, adapter = rest
@@ -981,6 +1028,7 @@ class Modules:
                 yield f"weight{i}", torch.full((1 + i % 2,), float(policy.value))
 
         def load_engine(s, start, *_, apart):
+            process.ready = True
             world.pause("the loading of an engine")
             return SimulatedEngine(world, process, s, value_of(start))
 
@@ -997,11 +1045,12 @@ class Modules:
                 if process.name == world.plan.failing_engine and world.breaks("reward", process.calls):
                     raise ArithmeticError("the reward fails")
                 for r in rollouts:
-                    require(not hasattr(r, "scored"), "rollouts are scored twice")
+                    require(np.isnan(r.score), "a rollout is scored twice")
                     r.score = hashed(r.ids.tolist()) % 3 / 2
                     r.parts = {"score": r.score}
 
         def begun(*arguments, **named):
+            process.trains = True
             process.run = Run(*arguments, **named)
             process.step = process.run.first_step
             return process.run
@@ -1050,6 +1099,17 @@ class Modules:
             player.template = Template()
         player.close = lambda: None
         return player
+
+
+def changed_code(module, copy):
+    """Return (function, "__code__", other code) for each function that is another one in a module's copy."""
+    pairs = [(vars(module).get(name), value) for name, value in vars(copy).items()]
+    for before, after in [*pairs]:
+        if isinstance(after, type):
+            pairs += [(vars(before).get(name), value) for name, value in vars(after).items()]
+    return [(before, "__code__", after.__code__) for before, after in pairs
+            if isinstance(after, types.FunctionType) and after.__module__ == copy.__name__
+            and before.__code__ != after.__code__]
 
 
 class Environ:
@@ -1199,6 +1259,10 @@ def start(modules, plan, history, rng):
         # Of an engine that several ranks share, only the first one sends rollouts.
         mail = world.groups["gloo/"].mail[1::s.vllm_tensor_parallel_size]
         require(not any(mail), "messages are left over, of each engine:", [*map(len, mail)])
+        bridge = world.processes[0].globals["bridge"]
+        require(not bridge.received, "rollouts are left over:", [*bridge.received])
+        late = {("step", step) for step in range(s.max_steps, s.max_steps + s.max_staleness)}
+        require(bridge.sampled.keys() <= late, "rollouts are left over:", [*bridge.sampled])
     return world.digest
 
 
@@ -1230,7 +1294,83 @@ def first_failure(modules, seeds):
     return None
 
 
-FAULTS = ()
+# Faults to put into the code by hand: (what is wrong, the file, the text that is replaced, what replaces it).
+FAULTS = (
+    ("a message for a later step is dropped", "placement.py",
+     "self.received[engine, next_key] = next_rollouts", "self.received[engine, key] = next_rollouts"),
+    ("max_staleness is over by one", "placement.py",
+     "number <= version + s.max_staleness and", "number <= version + s.max_staleness + 1 and"),
+    ("max_staleness is under by one", "placement.py",
+     "number <= version + s.max_staleness and", "number < version + s.max_staleness + (not s.max_staleness) and"),
+    ("a queue is popped twice", "placement.py",
+     "            arrived, named_tensors = self.arrived.get()",
+     "            self.arrived.get()\n            arrived, named_tensors = self.arrived.get()"),
+    ("weights are announced before they are sent", "placement.py",
+     "        named_tensors = iter(named_tensors)\n",
+     "        named_tensors = iter(named_tensors)\n        self.tell((\"complete\", version))\n"),
+    ("weights are announced before the last of them is heard", "placement.py",
+     "                if kind == \"tensors\":\n                    shapes, dtype = details\n",
+     "                if kind == \"tensors\":\n                    shapes, dtype = details\n"
+     "                    self.newest += not named_tensors\n"
+     "                    self.arrived.put((self.newest, named_tensors))\n"),
+    ("weights get the number of the step before", "train_async.py",
+     "compute_dtype), step + 1)", "compute_dtype), step)"),
+    ("the last weights of a sync are not sent", "placement.py",
+     "        while chunk:\n", "        while len(chunk) in (1, TOGETHER):\n"),
+    ("an engine does not ignore SIGTERM", "placement.py",
+     "for name in (signal.SIGTERM, signal.SIGINT):", "for name in (signal.SIGINT,):"),
+    ("the second engine does not hear the end", "placement.py",
+     "while kind != \"end\":", "while kind != \"end\" or self.engine == 1:"),
+    ("the trainers do not end the engines", "placement.py",
+     "        self.tell((\"end\",))", "        pass"),
+    ("an engine resumes with the next step", "train_async.py",
+     "clock, run.first_step, run.state", "clock, run.first_step + (run.first_step > 0), run.state"),
+    ("an engine resumes with the first prompts", "train_async.py",
+     "run.first_step, run.state[\"position\"]", "run.first_step, 0"),
+    ("prompts are drawn for the second time after a resume", "train_async.py",
+     "run.state[\"position\"], prompts_per_step, seed)", "position, prompts_per_step, seed)"),
+    ("engines sample again what a checkpoint holds", "placement.py",
+     "if (\"step\", number) not in sampled:", "if True:"),
+    ("a checkpoint holds one step too few", "train_async.py",
+     "next_step + max_staleness, max_steps", "next_step + max_staleness - 1, max_steps"),
+    ("a checkpoint waits for what cannot come", "train_async.py",
+     "next_step + max_staleness, max_steps", "next_step + max_staleness + 2, max_steps"),
+    ("what was sampled with other settings is kept", "placement.py",
+     "if not (steps and same):", "if not steps:"),
+    ("what was sampled ahead is not taken", "train_async.py",
+     "    bridge.sampled |= kept_ahead(run, settings)\n", ""),
+    ("steps that were sampled ahead change places", "placement.py",
+     "for i, step in enumerate(steps)}", "for i, step in enumerate(reversed(steps))}"),
+    ("an engine in flight does not wait for the next weights", "placement.py",
+     "version = max(version, bridge.newest)", "version = bridge.newest"),
+    ("seeds depend on the number of engines", "placement.py",
+     "for i in range(first, end)]", "for i in range(end - first)]"),
+    ("rollouts of the last engine come first", "placement.py",
+     "rollouts += self.received.pop((engine, key))", "rollouts = self.received.pop((engine, key)) + rollouts"),
+    ("a message does not wait in memory", "placement.py",
+     "self.sent.append((self.gloo.send([tensor], 0, 0), tensor))", "self.gloo.send([tensor], 0, 0)"),
+    ("rollouts are taken for good", "placement.py",
+     "        self.sampled.pop(key, None)\n", ""),
+    ("an engine tells nobody that it is ready", "train_async.py",
+     "    bridge.send(\"ready\", 0, [])\n", ""),
+    ("an adapter's engine begins with the initial model", "placement.py",
+     "    if s.lora_rank and version:  ", "    if s.lora_rank and version < 0:  "),
+    ("a signal stops only the rank that gets it", "runtime/run.py",
+     "if any(distributed.gathered([self.signalled_at is not None])):", "if self.signalled_at is not None:"),
+    ("a lost connection is an error also at the end", "runtime/distributed.py",
+     "        time.sleep(0.5)\n", ""),
+    ("an agent that waits is not answered", "episodes.py",
+     "if episode.asking and episode.asking.future.cancelled()])", "if episode.asking])"),
+    ("ranks of an engine get its weights at different steps", "rollout.py",
+     "if version != self.version:", "if version > self.version + 1:"),
+)
+
+
+def found_after(fault, limit=2000):
+    """How many schedules it takes to find a fault, and what is then wrong; None if that many do not find it."""
+    with Modules(fault).in_place() as modules:
+        failure = first_failure(modules, range(limit))
+    return failure and (failure[0] + 1, failure[1])
 
 
 def main():
@@ -1249,6 +1389,12 @@ def main():
                 print(*notes, f"seed {seeds[0]} holds; its choices are {digest}", sep="\n")
             except Fault as fault:
                 print(*fault.__notes__, f"seed {seeds[0]}: {fault}", sep="\n")
+        return
+    if arguments.faults:
+        with multiprocessing.Pool(arguments.processes) as pool:
+            for fault, found in zip(FAULTS, pool.imap(found_after, FAULTS)):
+                after, text = found or ("never", "")
+                print(f"{fault[0]:60} {after:>6}  {text:.120}", flush=True)
         return
     shares = [seeds[n::arguments.processes] for n in range(arguments.processes)]
     with multiprocessing.Pool(arguments.processes) as pool:

@@ -292,8 +292,8 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
             advance()
         version += 1
         if s.in_flight:
-            # An engine that is late takes the newest weights. It leaves out no evaluation, because the trainers
-            # wait for that before they make newer ones.
+            # An engine that is late takes the newest weights. It leaves out no evaluation, because the
+            # trainers wait for that before they make newer ones.
             version = max(version, bridge.newest)
         engine.switch(version)                                  # waits for these weights
 

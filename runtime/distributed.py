@@ -153,8 +153,8 @@ def end(code):
 
 def failed(kind, error, trace):
     """The sys.excepthook of a run, which also tells torchrun about the error."""
-    # A lost connection mostly means that another process has failed first. Or the run is over, and in a moment
-    # the thread that listens for that ends this process (placement.py).
+    # A lost connection mostly means that another process has failed first. Or the run is over, and as soon as
+    # an engine's thread hears that, it ends this process (placement.py).
     later = 0
     if kind.__module__ == "torch.distributed" or "gloo/" in str(error):
         later = 60

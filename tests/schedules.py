@@ -43,7 +43,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 import weakref
 import zlib
@@ -713,6 +712,8 @@ class History:
     versions   {step: the lowest and the highest version that may sample for it}
     disk       {step: a checkpoint}
     made       how many steps this start has made
+    starts     how often the run was started
+    notes      what happened, as lines
     """
 
     def __init__(self):
@@ -720,11 +721,13 @@ class History:
         self.versions = {}
         self.disk = {}
         self.made = 0
+        self.starts = 0
         self.notes = []
 
     def begin(self, s):
         """Find out which versions have to sample for which steps of a start with these settings."""
         self.made = 0
+        self.starts += 1
         first = max(self.disk, default=0)
         kept = {}
         if first:
@@ -1157,7 +1160,7 @@ class Plan:
     def __init__(self, rng, fixed, before, last):
         s = dict(fixed["settings"])
         choice = rng.choice
-        changing = rng.random() < 0.3
+        changing = rng.random() < 0.3 and not fixed["repeats"]
         if before and not changing:
             s = dict(vars(before.settings))
             self.trainers = before.trainers
@@ -1167,6 +1170,8 @@ class Plan:
                   "temperature": choice([1.0, 1.0, 0.7]), "eval_interval": choice([0, 1, 2, 3]),
                   "save_interval": choice([0, 1, 2]), "call_workers": choice([0, 0, 2]),
                   "max_environments": choice([0, 0, 1, 3]), "max_completion_length": choice([2, 5, 8])}
+            if fixed["repeats"]:
+                s |= {"in_flight": False, "call_workers": 0}
             s["vllm_tensor_parallel_size"] = choice([1, 1, 1, 2])
             engines = choice([e for e in (1, 1, 2, 3) if s["prompts_per_step"] % e == 0])
             s["rollout_ranks"] = engines * s["vllm_tensor_parallel_size"]
@@ -1218,14 +1223,15 @@ class Plan:
         return fitting[step * count:]
 
 
-def drawn(rng):
-    """What all starts of a schedule have in common."""
+def drawn(rng, repeats):
+    """What all starts of a schedule have in common. repeats: as for schedule."""
     settings = {
         "engine": "vllm", "advantage": "reinforce++", "seed": rng.randrange(3), "lora_rank": rng.choice([0, 0, 4]),
         "prompts_per_step": rng.choice([1, 2, 3, 4, 6]), "num_generations": rng.choice([1, 2, 3]),
         "max_prompt_length": rng.choice([3, 4, 6]), "eval_samples": rng.choice([1, 2]), "max_turns": 3,
         "num_mini_batches": 1, "old_logprobs": "trainer", "out_dir": "/run", "resume": "auto", "call_timeout": 5.0}
-    return {"settings": settings, "kind": rng.choice(["answers", "answers", "game", "agent"]),
+    kind = rng.choice(["answers", "answers", "game", "agent"][:3 if repeats else 4])
+    return {"settings": settings, "kind": kind, "repeats": repeats,
             "rows": rng.choice([5, 9, 20]), "held_out": rng.choice([2, 3, 5])}
 
 
@@ -1266,14 +1272,20 @@ def start(modules, plan, history, rng):
     return world.digest
 
 
-def schedule(modules, seed):
-    """Play one schedule. Returns a number that stands for all choices that were made, and what happened."""
+def schedule(modules, seed, repeats=False, peace=False):
+    """Play a schedule; return a number that stands for all choices in it, and its History. Raises Fault.
+
+    repeats: of a run that repeats bit for bit, and whose settings do not change. peace: start it only once, and
+    disturb it by nothing.
+    """
     rng = random.Random(seed)
-    fixed = drawn(rng)
+    fixed = drawn(rng, repeats)
     history = History()
     digest = 0
     plan = None
     starts = rng.choice([1, 2, 2, 3])
+    if peace:
+        starts = 1
     for number in range(starts):
         plan = Plan(rng, fixed, plan, last=number == starts - 1)
         try:
@@ -1281,7 +1293,7 @@ def schedule(modules, seed):
         except Fault as fault:
             fault.add_note("\n".join(history.notes[-60:]))
             raise
-    return digest, history.notes
+    return digest, history
 
 
 def first_failure(modules, seeds):
@@ -1385,8 +1397,8 @@ def main():
     if arguments.count == 1:
         with Modules().in_place() as modules:
             try:
-                digest, notes = schedule(modules, seeds[0])
-                print(*notes, f"seed {seeds[0]} holds; its choices are {digest}", sep="\n")
+                digest, history = schedule(modules, seeds[0])
+                print(*history.notes, f"seed {seeds[0]} holds; its choices are {digest}", sep="\n")
             except Fault as fault:
                 print(*fault.__notes__, f"seed {seeds[0]}: {fault}", sep="\n")
         return

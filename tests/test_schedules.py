@@ -17,7 +17,7 @@ def modules():
 
 
 def test_what_holds_in_every_schedule(modules):
-    failure = schedules.first_failure(modules, range(80))
+    failure = schedules.first_failure(modules, range(100))
     assert not failure, f"python tests/schedules.py --count=1 --first={failure[0]}"
 
 

@@ -560,6 +560,7 @@ class SimulatedEngine(rollout.VLLMEngine):
         return {name: len(tokens) for name, (_, tokens, _) in self.open.items() if tokens}
 
     def _step(self, requests, aborted):
+        """Sample a token for each open request, or a whole answer. If ranks share the engine, a collective."""
         distributed.watchdog.moved()
         for request in requests:
             self.open[request.name] = request, [], []
@@ -950,16 +951,16 @@ class Modules:
     def main(self):
         """Run the script as a process of the run."""
         process = self.process
-        found = self._found(process)
+        stand_ins = self._stand_ins(process)
 
         def import_module(name, *rest):
-            return found[name] if name in found else builtins.__import__(name, *rest)
+            return stand_ins[name] if name in stand_ins else builtins.__import__(name, *rest)
 
         process.globals = {"__builtins__": vars(builtins) | {"__import__": import_module},
                            "__name__": "__main__", "__file__": str(ROOT / "train_async.py")}
         exec(self.script, process.globals)
 
-    def _found(self, process):
+    def _stand_ins(self, process):
         """{name: the module that the script imports by it}"""
         world = self.world
         history = world.history
@@ -1408,9 +1409,9 @@ def main():
         return
     if arguments.faults:
         with multiprocessing.Pool(arguments.processes) as pool:
-            for fault, found in zip(FAULTS, pool.imap(found_after, FAULTS)):
-                after, text = found or ("never", "")
-                print(f"{fault[0]:60} {after:>6}  {text:.120}", flush=True)
+            for fault, result in zip(FAULTS, pool.imap(found_after, FAULTS)):
+                number, text = result or ("never", "")
+                print(f"{fault[0]:60} {number:>6}  {text:.120}", flush=True)
         return
     shares = [seeds[n::arguments.processes] for n in range(arguments.processes)]
     with multiprocessing.Pool(arguments.processes) as pool:

@@ -839,7 +839,7 @@ class Modules:
                 read_bytes=lambda: self._saved(parts[0])["state"]),
             load_file=lambda path: dict(self._saved(path)["arrays"]), locate=self._locate, fail=self._fail,
             time=SimpleNamespace(monotonic=lambda: self.world.switches / 20, perf_counter=lambda: 0.0),
-            check_run=lambda *_, **__: None, opening=lambda *_: "", located=str, resource=None, peak_memory=lambda: 0, torch=torch)
+            check_run=lambda *_, **__: None, opening=lambda *_: "", located=str, peak_memory=lambda: 0)
         self.run.checkpoint = SimpleNamespace(json_text=checkpoint.json_text, save_checkpoint=self._save,
                                               load_optimizers=lambda folder, networks: self._saved(folder))
         self.run.metrics = SimpleNamespace(RunLog=Log, rollout_metrics=lambda *_: {}, sample_lines=lambda *_: [])

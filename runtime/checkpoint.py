@@ -12,9 +12,9 @@ is when a run saves (Run.save, and Run.stop_if_signalled after a signal):
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model. A checkpoint is written next to its
-final place, synced to disk and then renamed, and an old one is renamed before it is removed, so each is whole
-or absent. While a run lives, no other run can write to its folder, and a folder that belongs to no run is left
-alone.
+final place, synced to disk and then renamed. An old one is renamed before it is removed. So each of them is
+whole or absent. While a run lives, no other run can write to its folder, and a folder that belongs to no run
+is left alone.
 """
 import atexit
 import contextlib
@@ -55,7 +55,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     removed. A collective.
     """
     out_dir = os.path.dirname(folder)
-    part = os.path.join(out_dir, "checkpoint.part")
+    part = f"{out_dir}/checkpoint.part"
     master = dist.get_rank() == 0
     try:
         # A run that was killed may have left it. None of its files may get into this checkpoint.
@@ -88,7 +88,7 @@ def remove_older(out_dir, scores, keep):
 
     saved = checkpoints(out_dir)
     best = max(reversed(saved), key=score)
-    old = os.path.join(out_dir, "checkpoint.old")
+    old = f"{out_dir}/checkpoint.old"
     shutil.rmtree(old, ignore_errors=True)              # a run that was killed may have left it
     for folder in {*saved} - {best, *saved[-keep:]}:
         with contextlib.suppress(OSError):              # it stays, whole, until the next save

@@ -264,8 +264,10 @@ def write_model(hf, tensors, folder):
     # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
     generation = hf.generation_config
     hf.generation_config = GenerationConfig()
-    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
-    hf.generation_config = generation
+    try:
+        hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    finally:
+        hf.generation_config = generation
     generation.to_json_file(f"{folder}/generation_config.json")
     for name, content in hf.processor.items():
         Path(folder, name).write_bytes(content)

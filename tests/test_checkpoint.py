@@ -1,6 +1,7 @@
 """Folders and checkpoints of strangers: nothing is overwritten, nothing of theirs is run."""
 import os
 import shutil
+import sys
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from model import load_policy
 from runs import begin, finish
 from runtime import checkpoint
 from runtime.model_folder import load_tokenizer
+from tiny import pretrain
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -220,3 +222,89 @@ def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):
     assert not os.path.exists(folder) and not os.path.exists(whole.parent / "checkpoint.part")
     assert checkpoint.checkpoints(str(whole.parent)) == [str(whole)]
     shutil.rmtree(whole)
+
+
+# ---------------------------------------------------------------- operations that fail
+
+def failing(*_, **__):
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("operation", ["unlink", "rename"])
+def test_what_cannot_be_removed_is_a_whole_checkpoint_or_none(tmp_path, monkeypatch, operation):
+    for step in range(1, 5):
+        os.makedirs(tmp_path / f"checkpoint-{step}" / "trainer")
+        (tmp_path / f"checkpoint-{step}" / "trainer" / "state.json").touch()
+    with monkeypatch.context() as broken:
+        broken.setattr(os, operation, failing)
+        checkpoint.remove_older(str(tmp_path), {}, 2)
+    saved = checkpoint.checkpoints(tmp_path)
+    assert len(saved) >= 3 and all(os.path.exists(f"{path}/trainer/state.json") for path in saved)
+    checkpoint.remove_older(str(tmp_path), {}, 2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_nothing_of_a_save_that_was_killed_gets_into_a_checkpoint(mesh, tmp_path, monkeypatch):
+    """A run of two ranks may have left a second rank's optimizer, which one rank would read."""
+    stale = tmp_path / "checkpoint.part" / "trainer" / "optimizer-00001.safetensors"
+    os.makedirs(stale.parent)
+    stale.touch()
+    save = lambda: checkpoint.save_checkpoint(
+        str(tmp_path / "checkpoint-1"), {}, pretrain.make_tokenizer(), {"eval_scores": {}}, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "unlink", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            save()
+    assert not os.path.exists(tmp_path / "checkpoint-1")
+    save()
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+    assert os.listdir(tmp_path / "checkpoint-1" / "trainer") == ["state.json"]
+
+
+OPERATIONS = {"open", "os.chmod", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+
+
+class FailInTurn:
+    """An audit hook that counts such operations of Python, and lets one of them fail."""
+    chosen = None
+
+    def __call__(self, event, arguments):
+        if self.chosen is not None and event in OPERATIONS:
+            self.count += 1
+            if self.count == self.chosen:
+                raise OSError(28, "No space left on device")
+
+
+def test_every_failure_of_a_save_leaves_whole_checkpoints(folder, mesh, tmp_path):
+    """A quarter of the operations that Python makes; tests/every_failure.py fails all of them in real runs."""
+    policy, tokenizer = load_policy(folder, mesh, torch.float32), load_tokenizer(folder)
+    networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
+    before, out_dir = tmp_path / "before", tmp_path / "run"
+    hook = FailInTurn()
+    sys.addaudithook(hook)                                      # it stays, but does nothing afterwards
+
+    def save(path, step):
+        checkpoint.save_checkpoint(str(path / f"checkpoint-{step}"), networks, tokenizer, {"eval_scores": {}}, 2)
+
+    def contents(path):
+        return {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    before.mkdir()
+    save(before, 1)
+    save(before, 2)
+    whole, tried, failed = contents(before / "checkpoint-1"), 1, 0
+    while True:
+        shutil.rmtree(out_dir, ignore_errors=True)
+        shutil.copytree(before, out_dir)
+        hook.chosen, hook.count = tried, 0
+        try:
+            save(out_dir, 3)
+        except OSError:
+            failed += 1
+        reached, hook.chosen = hook.count >= tried, None
+        saved = sorted(out_dir.glob("checkpoint-*"))
+        assert len(saved) >= 2 and all(contents(path) == whole for path in saved), tried
+        if not reached:
+            break
+        tried += 4
+    assert tried > 80 and failed > 10

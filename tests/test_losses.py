@@ -373,10 +373,11 @@ def test_a_single_token_in_the_batch():
 @pytest.mark.parametrize("G", [3, 8, 10])
 def test_equal_rewards_give_exactly_nothing(kind, reward, G):
     lengths = torch.randint(1, 9, (G,))
-    rewards = torch.full((G,), reward)                            # float32: a mean rounds
-    for pass_k in (1, 2):
-        assert not advantages(kind, rewards, G, lengths, pass_k=pass_k).any()
-    assert losses.group_std(rewards, G).tolist() == [0]
+    for dtype in (torch.float32, torch.float64):                  # in either of them a mean may round
+        rewards = torch.full((G,), reward, dtype=dtype)
+        for pass_k in (1, 2):
+            assert not advantages(kind, rewards, G, lengths, pass_k=pass_k).any()
+        assert losses.group_std(rewards, G).tolist() == [0]
 
 
 def test_a_group_never_sees_another():
@@ -424,6 +425,11 @@ def test_sequence_weights(aggregation):
         assert weight.dtype == torch.float32 and weight.shape == (8,)
         total = sum((weight[s].double() * own).sum().item() for s, own in token_losses.items())
         assert total == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_prompt_with_a_single_token_counts_as_a_prompt():
+    weight = losses.sequence_weights(torch.tensor([1, 0, 3, 1]), "prompt_mean", [0, 1, 2, 3], 2, 8)
+    assert weight.tolist() == [1 / 2, 1 / 2, 1 / 8, 1 / 8]
 
 
 def test_rollouts_that_are_no_groups_are_refused_in_a_sentence():
@@ -661,6 +667,14 @@ def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
     for kind in ("clip", "gspo", "gmpo"):
         assert loss_of(kind) == pytest.approx(-expected * adv, rel=1e-12)
     assert loss_of("cispo") == pytest.approx(-expected * adv * log_ratio, rel=1e-12)
+    t = 1.0 if adv > 0 else 1.05
+    assert loss_of("sapo") == pytest.approx(-4 / t / (1 + math.exp(-t * (expected - 1))) * adv, rel=1e-12)
+    if log_ratio < 0:                                             # above, dppo's ratio is at most 20
+        assert loss_of("dppo") == pytest.approx(-expected * adv * log_ratio, rel=1e-12)
+    # Of two tokens of a sequence, each is bounded by itself.
+    two = policy_loss("gspo", torch.stack([log_ratio * one, 0 * one]), torch.zeros(2, 1), adv * one,
+                      lambda x: x.mean(0, keepdim=True).expand(x.shape), 0.2, 1e12)[0]
+    assert two.flatten().tolist() == pytest.approx([-math.exp(bounded / 2) * adv] * 2, rel=1e-12)
     if MARKED:
         assert loss_of("kl_cov") == pytest.approx(-expected * adv + abs(bounded), rel=1e-12)
     for correction, length in (("token_truncate", 1), ("token_mask", 1), ("sequence_truncate", 2),
@@ -1031,6 +1045,13 @@ def test_what_rounds_is_not_clipped():
     assert not clipped.any() and (old + (value - old) != value).any()
 
 
+def test_where_clipping_acted():
+    low, high = torch.tensor([True, False, False]), torch.tensor([False, True, False])
+    logged = {name: mask.tolist() for name, mask in losses.clip_ratios(low, high).items()}
+    assert logged == {"clip_ratio/low_mean": [True, False, False], "clip_ratio/high_mean": [False, True, False],
+                      "clip_ratio/region_mean": [True, True, False]}
+
+
 # ---------------------------------------------------------------- schedules
 
 @pytest.mark.parametrize("kind, expected", [
@@ -1040,3 +1061,8 @@ def test_schedule(kind, expected):
     values = [losses.schedule(2.0, step, 6, kind, 2) for step in range(7)]
     assert values == pytest.approx([2 * x for x in expected + [float(kind == "constant")]], abs=1e-12)
     assert losses.schedule(1.0, 0, 4, kind) == 1 and losses.schedule(1.0, 0, 2, kind, 5) == 0.2
+    assert losses.schedule(1.0, -1, 4, kind) == losses.schedule(1.0, -5, 4, kind, 2) == 0
+    assert losses.schedule(1.0, 2, 4, kind) == pytest.approx(1.0 if kind == "constant" else 0.5)
+    # The rise may take all steps, and a single step may be the only one.
+    assert losses.schedule(1.0, 2, 2, kind, 2) == 1
+    assert losses.schedule(1.0, 1, 1, kind) == float(kind == "constant")

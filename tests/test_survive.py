@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -360,7 +361,7 @@ def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
     go_on = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=15, resume="auto")
     (tmp_path / "full.py").write_text(FULL_DISK)
     output = forked(tmp_path / "log", tmp_path / "full.py", *go_on[1:], code=2)
-    assert "checkpoint-13 could not be saved, the older ones stand: " in output.splitlines()[-1]
+    assert f"{tmp_path}/run/checkpoint-13 could not be saved, the older ones stand: " in output.splitlines()[-1]
     assert "FrameSummary" not in output
     assert not os.path.exists(tmp_path / "run" / "checkpoint.part")
     assert checkpoint.checkpoints(tmp_path / "run")[-1].endswith("checkpoint-12")
@@ -388,7 +389,7 @@ def test_a_full_disk_of_one_rank_ends_all(folder, reward_file, tmp_path):
     (tmp_path / "full.py").write_text(FULL_ON_ONE)
     arguments = command("train_grpo.py", folder, tmp_path / "run", reward_file, save_interval=2)
     output = forked(tmp_path / "log", tmp_path / "full.py", *arguments[1:], ranks=2, code=2)
-    assert "checkpoint-2 could not be saved, the older ones stand: OSError(28, " in output
+    assert "checkpoint-2 could not be saved, the older ones stand: OSError: [Errno 28] No space" in output
     assert not checkpoint.checkpoints(tmp_path / "run")
 
 
@@ -465,3 +466,27 @@ def test_a_full_disk_ends_the_run(mesh, tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"out_dir={tmp_path}/run cannot be written: [Errno 27]" in said and "the checkpoints in it stand" in said
     assert [line["step"] for line in rewind(str(tmp_path / "run" / "metrics.jsonl"), 9)] == [0]
+
+
+def test_the_thread_of_tensorboard_does_not_write_over_the_message(mesh, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    state = {"step": 0, "checksums": {}, "evaluated": {}, "eval_scores": {}}
+    log = RunLog(str(tmp_path), __file__, {"max_steps": 3}, state)
+    log.board.flush()
+    (events,) = tmp_path.glob("events.out.*")
+    events.unlink()
+    events.mkdir()
+    log.metrics["reward"] = 0.5
+    with pytest.raises(SystemExit):
+        log.write()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"out_dir={tmp_path} cannot be written: [Errno 21]" in said
+    # Other threads are heard.
+    thread = threading.Thread(target=failing)
+    thread.start()
+    thread.join()
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def failing():
+    return 1 / 0

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import rollout
 from runtime import distributed
+from runtime.checksums import SUMS
 
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)
@@ -120,14 +121,16 @@ class Bridge:
         """Send all engines the tensors that weights.engine_weights yields. A collective of the trainers."""
         named_tensors = iter(named_tensors)
         chunk = dict(itertools.islice(named_tensors, TOGETHER))
+        sums = None
         while chunk:
-            if self.speaks:
+            sums = chunk.pop(SUMS, None)                        # they come last
+            if chunk and self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for tensor in chunk.values()]).to(self.device)
                 shapes = {name: tensor.shape for name, tensor in chunk.items()}
                 self.tell(("tensors", shapes, flat.dtype))
                 self.wire.broadcast(flat, 0).wait(FOREVER)
             chunk = dict(itertools.islice(named_tensors, TOGETHER))
-        self.tell(("complete", version))
+        self.tell(("complete", version, sums))
 
     def close(self):
         """End the engines, because the run is over."""
@@ -210,8 +213,8 @@ class Bridge:
                     named_tensors += [(name, piece.view(shapes[name]))
                                       for name, piece in zip(shapes, flat.cpu().split(sizes))]
                 else:                                           # the weights of this version are complete
-                    [version] = details
-                    self.arrived.put((version, named_tensors))
+                    version, sums = details
+                    self.arrived.put((version, [*named_tensors, (SUMS, sums)]))
                     self.newest = version
                     named_tensors = []
                 kind, *details = hear()

@@ -42,6 +42,7 @@ from transformers import AutoConfig, DynamicCache
 
 from runtime import distributed
 from runtime.checkpoint import json_text
+from runtime.checksums import checksum, load_checked, reload_vllm
 from runtime.model_folder import model_class
 from runtime.logprobs import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
@@ -320,7 +321,7 @@ class Engine:
             for name, versions in self.versions.items():
                 versions[counts.get(name, 0)] = version
         self.version = version
-        self._load(named_tensors)
+        load_checked(self._load, named_tensors, version)
 
     def sampled_counts(self):
         """Return {name: the number of tokens sampled so far} of the unanswered requests that have begun."""
@@ -522,17 +523,16 @@ class VLLMEngine(Engine):
         return answers
 
     def _load(self, named_tensors):
-        if not self.has_head:
-            named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         self._wake(["weights"])                                 # the KV cache sleeps until the next step
         if not self.cuda:
             self.llm.apply_model(drop_kernels)
         # A reload processes the weights again as when the model was loaded: the CPU build packs weights of
         # linear layers and drops the originals, and some GPUs have experts in another layout.
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        held = reload_vllm(self.llm, named_tensors, self.group.world_size, self.has_head)
         # If the engine has slept, its cache is empty.
         if not (self.asleep or self.llm.reset_prefix_cache() or self.in_flight):
             raise RuntimeError("vLLM keeps what the old weights computed, because a request is in flight")
+        return held
 
     def _sleep(self):
         if self.sleeps and self.asleep != {*self.PARTS}:
@@ -647,8 +647,10 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _load(self, named_tensors):
+        held = {}
         for name, tensor in named_tensors:
-            self.model.get_parameter(name).copy_(tensor)
+            held[name] = checksum(self.model.get_parameter(name).copy_(tensor))
+        return held
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0, min_p=0.0):

@@ -12,6 +12,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime import distributed
+from runtime.checksums import SUMS, checksum
 
 
 def full_weights(network):
@@ -31,6 +32,8 @@ def full_weights(network):
 def engine_weights(policy, naming, dtype):
     """Yield (name, whole tensor) for each weight of a Policy that training changes, for an engine.
 
+    The last pair is (SUMS, {name: checksum}), with which the engine proves that all have arrived.
+
     naming: the names by which the engine knows weights. "module" stands for those of the Hugging Face module,
     "checkpoint" for those of a checkpoint. A module may store several tensors of a checkpoint as one, such as
     the experts of a layer. dtype: the one in which policy and engine compute. If the policy has adapters,
@@ -43,11 +46,14 @@ def engine_weights(policy, naming, dtype):
         tensors = policy.adapters.merged()
     else:
         tensors = trained_weights(policy, dtype, remove_duplicate=in_module)
+    sums = {}
     for name, tensor in tensors:
-        if in_module:
-            yield name, tensor
-        else:
-            yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
+        converted = {name: tensor}
+        if not in_module:
+            converted = revert_weight_conversion(policy.hf, converted)
+        sums |= {name: checksum(x) for name, x in converted.items()}
+        yield from converted.items()
+    yield SUMS, sums
 
 
 def trained_weights(policy, dtype, remove_duplicate):

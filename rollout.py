@@ -649,7 +649,8 @@ class HFEngine(Engine):
     def _load(self, named_tensors):
         held = {}
         for name, tensor in named_tensors:
-            held[name] = checksum(self.model.get_parameter(name).copy_(tensor))
+            parameter = self.model.get_parameter(name).copy_(tensor)
+            held[name] = checksum(parameter.to(tensor.dtype))   # some are kept in float32
         return held
 
 

@@ -110,6 +110,16 @@ def run_in_child(script, arguments, log, env, forbidden, errors, keep=False, roo
         atexit._run_exitfuncs()
 
 
+def announced(named_tensors):
+    """What weights.engine_weights yields: these tensors, and then what proves that they have arrived."""
+    from runtime.checksums import SUMS, checksum
+    sums = {}
+    for name, tensor in named_tensors:
+        sums[name] = checksum(tensor)
+        yield name, tensor
+    yield SUMS, sums
+
+
 def shut_down(engine):
     """Let another vLLM take the memory of this one, and let the tests have a process group, which vLLM ends.
 

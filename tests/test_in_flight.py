@@ -41,8 +41,8 @@ def made(name, folder, model_of, length=128):
     pytest.importorskip("vllm") if name == "vllm" else None
     engine = rollout.engine_class(name)(folder, torch.float32, length, [TOKENIZER.eos_token_id], 0.4,
                                        apart=True, in_flight=True)
-    engine.incoming = lambda version: [(name, p.detach().clone()) for name, p in
-                                       model_of(version).named_parameters(remove_duplicate=False)]
+    engine.incoming = lambda version: [*runs.announced(
+        (name, p.detach().clone()) for name, p in model_of(version).named_parameters(remove_duplicate=False))]
     return engine
 
 

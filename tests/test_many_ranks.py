@@ -395,7 +395,7 @@ SYNC = "rollout.HFEngine.load_weights = lambda self, weights, version: "
 @pytest.mark.parametrize("harm, found", [
     ("", None), ("colder()", 0), ("rollout.sample_tokens = lambda *given: plain(*given[:3], 0.5)", 0),
     (SYNC + "(fill(self, weights, version), colder())", 1),
-    (SYNC + "fill(self, ((name.replace('.4.', '.3.'), x) for name, x in weights), version)", 1)])
+    (SYNC + "fill(self, ((name.replace('.4.', '.3.'), x) for name, x in weights), version)", "sync")])
 def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, tmp_path, harm, found):
     """Three times what the model has before training; a layer or a temperature that is off is still found."""
     (tmp_path / "harmed.py").write_text(HARMED.replace("HARM", harm))
@@ -403,6 +403,9 @@ def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, 
         tmp_path / "harmed.py", noisy, tmp_path / "run", reward_file, code=code, dtype="bfloat16",
         learning_rate=2e-5, max_steps=steps, save_interval=1, **more)
     metrics, output = run(0 if found is None else 1, 2)
+    if found == "sync":                                         # by the sums, whatever the noise
+        assert "the sync of version 1 has failed" in output and "'model.layers.4." in output
+        return
     gaps = [line["sampling/sampling_logp_difference/mean"] for line in metrics[:2] if len(line) > 9]
     if found is not None:
         assert len(gaps) == found and "engine and trainer logprobs differ by" in output

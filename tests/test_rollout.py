@@ -20,7 +20,7 @@ from weights import compare_logprobs
 from runtime import model_folder
 from runtime.logprobs import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
-from runs import on_ranks, shut_down
+from runs import announced, on_ranks, shut_down
 from test_packing import episode
 
 PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
@@ -104,8 +104,8 @@ def test_shape_of_the_answer(engine):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, model, temperature):
-    engine.load_weights(((name, p.detach().clone())
-                         for name, p in model.named_parameters(remove_duplicate=False)), 1)
+    engine.load_weights(announced((name, p.detach().clone())
+                                   for name, p in model.named_parameters(remove_duplicate=False)), 1)
     before = generate(engine, temperature=temperature)
     assert largest_gap(before, model, temperature) < 1e-5
 
@@ -114,14 +114,14 @@ def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, mo
     with torch.no_grad():
         for p in moved.parameters():
             p += 0.05 * torch.randn_like(p)
-    engine.load_weights(((name, p.detach().clone())
-                         for name, p in moved.named_parameters(remove_duplicate=False)), 1)
+    engine.load_weights(announced((name, p.detach().clone())
+                                   for name, p in moved.named_parameters(remove_duplicate=False)), 1)
     after = generate(engine, temperature=temperature)
     assert largest_gap(after, moved, temperature) < 1e-5
     # The old weights are really gone.
     assert largest_gap(after, model, temperature) > 1e-2
-    engine.load_weights(((name, p.detach().clone())
-                         for name, p in model.named_parameters(remove_duplicate=False)), 1)
+    engine.load_weights(announced((name, p.detach().clone())
+                                   for name, p in model.named_parameters(remove_duplicate=False)), 1)
     again = generate(engine, temperature=temperature)
     assert completions_of(again) == completions_of(before)
 
@@ -287,11 +287,11 @@ def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.05 * torch.randn_like(p)
-        engine.load_weights(model.named_parameters(remove_duplicate=False), 1)
+        engine.load_weights(announced(model.named_parameters(remove_duplicate=False)), 1)
         # Half awake it wakes up first.
         engine._sleep()
         assert not engine.llm.mapped
-        engine.load_weights(model.named_parameters(remove_duplicate=False), 1)
+        engine.load_weights(announced(model.named_parameters(remove_duplicate=False)), 1)
     shut_down(engine)
 
 
@@ -436,8 +436,8 @@ def test_what_samples_in_the_middle_of_a_step_is_refused(engine):
 
 def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(engine, model):
     for version in (7, 8):
-        engine.load_weights(((name, p.detach().clone())
-                             for name, p in model.named_parameters(remove_duplicate=False)), version)
+        engine.load_weights(announced((name, p.detach().clone())
+                                       for name, p in model.named_parameters(remove_duplicate=False)), version)
         assert {r.versions for r in generate(engine)} == {((0, version),)}
 
 

@@ -16,10 +16,10 @@ SUMS = "checksums"              # the name that weights.engine_weights gives to 
 def checksum(tensor):
     """Return the sum of a tensor's bits, read as whole numbers, modulo 2 ** 64, as an int.
 
-    If the rows, along the last dimension, consist of whole words of 8 bytes, the numbers are these words, which
-    PyTorch adds forty times as fast as shorter ones. Otherwise, and in a vector, each element is a number. So
-    the checksums of pieces add up to that of the whole, modulo 2 ** 64, if the cuts are between rows, or between
-    words of rows, or anywhere in a vector.
+    If the rows, along the last dimension, consist of whole words of 8 bytes, the numbers are these words,
+    which PyTorch adds forty times as fast as shorter ones. Otherwise, and in a vector, each element is a number.
+    So the checksums of pieces add up to that of the whole, modulo 2 ** 64, if the cuts are between rows, or
+    between words of rows, or anywhere in a vector.
     """
     tensor = tensor.contiguous()
     if tensor.storage_offset() % 8:         # in a message a tensor may begin in the middle of a word
@@ -59,11 +59,11 @@ def load_checked(load, named_tensors, version):
 def reload_vllm(llm, named_tensors, ranks, has_head):
     """Let a vllm.LLM load weights; return {name: checksum} of the tensors that it has written.
 
-    vLLM joins and cuts what it gets, and may pack it, so it cannot be read back. But before it loads a tensor,
-    it calls its weight loader on a parameter without numbers, to count the elements that the loader copies.
-    These counts are seen here. Without other `ranks` that share the engine, they have to be the whole tensor.
-    Biases, which vLLM 0.25 does not count, and heads, which it may leave out if they are tied, need not be
-    counted. has_head: whether vLLM takes a head at all.
+    vLLM joins and cuts what it gets, and may pack it, so it cannot be read back. But before it loads a
+    tensor, it calls the weight loader on a parameter without numbers, to count the elements that the loader
+    copies. These counts are seen here. If no other of the `ranks` shares the engine, they have to be the
+    whole tensor. Biases, which vLLM 0.25 does not count, and heads, which it may leave out if they are tied,
+    need not be counted. has_head: whether vLLM takes a head at all.
     """
     from vllm.model_executor.model_loader.reload import layerwise
     count = layerwise.get_numel_loaded

@@ -17,7 +17,7 @@ def checksum(tensor):
     """Return the sum of a tensor's bits, read as whole numbers, modulo 2 ** 64, as an int.
 
     If the rows, along the last dimension, consist of whole words of 8 bytes, the numbers are these words,
-    which PyTorch adds forty times as fast as shorter ones. Otherwise, and in a vector, each element is a number.
+    which PyTorch adds forty times as fast as shorter ones. Otherwise, and in a vector, each element is one.
     So the checksums of pieces add up to that of the whole, modulo 2 ** 64, if the cuts are between rows, or
     between words of rows, or anywhere in a vector.
     """

@@ -10,20 +10,24 @@ A row has a name, file:line or the text of its problem, with which a message abo
 """
 import contextlib
 import functools
+import glob
 import json
 import math
 import numbers
 import os
 import pickle
 import random
-from pathlib import Path
+import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
+from runtime.chat_template import text_of_blocks
+from runtime.user_code import specs
 from tasks.generate_problems import generated_rows, held_out
 
+FILE_KINDS = ".jsonl", ".json", ".parquet"
 # Columns of a file that may hold the answer; the first of them that a row has is taken.
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
@@ -141,30 +145,33 @@ def split_rows(s, split):
         return rows
     if not rows.split_places[split]:
         raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
-                         f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows")
+                         f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows, "
+                         "which may be those of the same file")
     return rows.take(rows.split_places[split])
 
 
 @functools.lru_cache(maxsize=1)
-def file_rows(path, prompt_column="", answer_column="", chat=True, prompt_optional=False):
-    # Returns all Rows of a file. It is read once for both splits.
+def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False):
+    # Returns all Rows of the files that a setting names. They are read once for both splits.
     answer_columns = [answer_column] if answer_column else ANSWER_COLUMNS
     packed = []
     columns = {}
     split_places = {"train": [], "eval": []}
     unanswered = []                                             # the places of rows without an answer
-    for name, row in read_rows(path):
-        with naming(name):
-            row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional)
-        if answer is None:
-            unanswered.append(len(packed))
-        # A row without a prompt is told from others by all of it.
-        text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
-        split_places["eval" if held_out(text) else "train"].append(len(packed))
-        packed.append(pickle.dumps((name, row)))
-        columns |= dict.fromkeys(row)
+    files = files_of(paths)
+    for file, source in zip(files, sources_of(files)):
+        for name, row in read_rows(file):
+            with naming(name):
+                row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
+            if answer is None:
+                unanswered.append(len(packed))
+            # A row without a prompt is told from others by all of it.
+            text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
+            split_places["eval" if held_out(text) else "train"].append(len(packed))
+            packed.append(pickle.dumps((name, row)))
+            columns |= dict.fromkeys(row)
     if not packed:
-        raise ValueError(f"{path}: no rows")
+        raise ValueError(f"{paths}: no rows")
     rows = Rows(packed, columns, split_places)
     if unanswered and (answer_column or len(unanswered) < len(rows)):
         name, row = rows[unanswered[0]]
@@ -182,9 +189,10 @@ def naming(name):
         raise ValueError(f"{name}: {error if isinstance(error, ValueError) else repr(error)}") from error
 
 
-def standard_row(row, prompt_column, answer_columns, chat, prompt_optional):
+def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
     # Returns a row, which may be a line of JSON, with the columns prompt, answer and source; and its answer,
-    # or None. The columns answer and source stay as they are if nothing is found for them.
+    # or None. The columns answer and source stay as they are if nothing is found for them. `source` is that
+    # of a row without one, or None.
     if isinstance(row, bytes):
         row = json.loads(row)
     if not isinstance(row, dict):
@@ -195,7 +203,7 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional):
                              "the column if the text does without it")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
-    source = row.get("source") or row.get("data_source")
+    source = row.get("source") or row.get("data_source") or source
     return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
 
 
@@ -254,10 +262,12 @@ def as_message(message):
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
         function["arguments"] = arguments
+    if isinstance(fields.get("content"), list):
+        fields["content"] = text_of_blocks(fields["content"])
     fields["role"] = ROLE_OF.get(role, role)
     if fields["role"] not in MESSAGE_ROLES or not isinstance(fields.get("content"), str):
         raise ValueError(f"a message needs a role, one of {', '.join(MESSAGE_ROLES)}, and a content, a "
-                         f"string: {message!s:.100}")
+                         f"string or a list of text blocks: {message!s:.100}")
     return fields
 
 
@@ -293,13 +303,43 @@ def is_answer(value):
     return isinstance(value, numbers.Number) and abs(value) < math.inf
 
 
-def read_rows(path):
+def files_of(setting):
+    # Returns the names of all files that train_file or eval_file stands for: files, folders, patterns and
+    # files of the hub, with commas between them. Those of a folder or a pattern are sorted. What is no file
+    # stays as it is, and read_rows refuses it.
+    files = []
+    for part in specs(setting) or [setting]:
+        path = os.path.expanduser(part)
+        matches = []
+        if os.path.isdir(path):
+            matches = glob.glob(f"{glob.escape(path)}/*")
+        elif not os.path.isfile(path):
+            matches = glob.glob(path, recursive=True)
+        files += sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]
+    return files
+
+
+def sources_of(files):
+    # Returns the source for the rows of each file that have none: the path below the folder that all files
+    # share, without the number of a shard. It is None if it would be the same for all files.
+    paths = [*map(os.path.abspath, files)]
+    shared = os.path.commonpath(paths)
+    sources = [re.sub(r"(-\d+-of-\d+.*)?\.\w+$", "", os.path.relpath(path, shared)) for path in paths]
+    if len({*sources}) == 1:
+        return [None] * len(files)
+    return sources
+
+
+def read_rows(name):
     # Yields the rows of a file as pairs (name, row); a row of JSONL is its line.
-    full_path = Path(os.path.expanduser(path))
-    if full_path.suffix not in (".jsonl", ".json", ".parquet") or not full_path.is_file():
-        raise ValueError(f"{path or 'train_file or eval_file'}: no such file of .jsonl, .json or .parquet")
-    with naming(path), open(full_path, "rb") as file:
-        if full_path.suffix == ".parquet":
+    path = name
+    if name.startswith("hf://datasets/"):
+        path = hub_file(name)
+    if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
+        raise ValueError(f"{name or 'train_file or eval_file'}: no such file of .jsonl, .json or .parquet, "
+                         "nor a folder or a pattern of such files, which commas separate")
+    with naming(name), open(path, "rb") as file:
+        if path.endswith(".parquet"):
             rows = parquet_rows(file)
         # There may be a byte order mark, which json reads over.
         elif file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -307,10 +347,25 @@ def read_rows(path):
         else:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield f"{path}:{number}", line
+                    yield f"{name}:{number}", line
             return
         for number, row in enumerate(rows, 1):
-            yield f"{path}: row {number}", row
+            yield f"{name}: row {number}", row
+
+
+def hub_file(name):
+    # Returns the path of hf://datasets/OWNER/NAME/FILE in the hub's cache, to which the file is fetched.
+    # Only the runs that have such a file import this.
+    from huggingface_hub import HfApi, errors, hf_hub_download
+    folders = name.split("/")[3:]
+    dataset = "/".join(folders[:2])
+    file = "/".join(folders[2:])
+    with naming(name):
+        with contextlib.suppress(errors.EntryNotFoundError):
+            if file:
+                return hf_hub_download(dataset, file, repo_type="dataset")
+        files = ", ".join(HfApi().list_repo_files(dataset, repo_type="dataset"))
+        raise ValueError(f"no such file; there are {files:.2000}")
 
 
 def parquet_rows(file):

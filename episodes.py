@@ -251,9 +251,11 @@ def read_step(returned):
 
     finish_reason is "" if the episode goes on. Raises ValueError for values that step must not return.
     """
-    if isinstance(returned, tuple) and len(returned) in (3, 5):
-        # Only Gymnasium's five values say whether the episode was truncated; three stand for False.
-        observation, reward, done, truncated, *_ = [*returned, False]
+    if isinstance(returned, tuple) and len(returned) in (3, 4, 5):
+        # Only Gymnasium's five values say whether the episode was truncated. The fourth value of the older
+        # gym is an info.
+        observation, reward, done, *others = returned
+        truncated = len(others) == 2 and others[0]
         if {type(done), type(truncated)} <= {bool, np.bool_}:
             finish_reason = ""
             if done:

@@ -215,19 +215,39 @@ def result_of(value):
 
     A list or an object stays one, with values that JSON has. Anything else becomes text.
     """
+    if isinstance(getattr(value, "content", None), list):       # from a client of an MCP server
+        value = value.content
     if isinstance(value, (list, dict)):
         # What is nested so deeply that others could not copy it becomes text as well.
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            return deepcopy(json.loads(json.dumps(value, default=str)))
+            return deepcopy(json.loads(json.dumps(value, default=fields_or_text)))
+    return str(value)
+
+
+def fields_or_text(value):
+    # Returns a block of text as a dict, and any other object as text.
+    if getattr(value, "type", "") == "text":
+        return vars(value)
     return str(value)
 
 
 def text_in(content):
-    """Return the content of a message as the policy reads it: blocks of text are joined, as in TRL."""
-    with contextlib.suppress(TypeError, KeyError):              # the content has another form
-        if {block["type"] for block in content} == {"text"}:
-            return "".join(str(block["text"]) for block in content)
-    return str(content)
+    """Return the content of a message as the policy reads it: blocks of text are joined, as in TRL.
+
+    The result of a tool of an MCP server has its blocks in a field "content".
+    """
+    blocks = content
+    if isinstance(content, dict):
+        blocks = content.get("content")
+    text = text_of_blocks(blocks)
+    return str(content) if text is None else text
+
+
+def text_of_blocks(blocks):
+    """Return the text of a list of blocks of text, or None for anything else."""
+    with contextlib.suppress(TypeError, KeyError):              # they have another form
+        if {block["type"] for block in blocks} == {"text"}:
+            return "".join(str(block["text"]) for block in blocks)
 
 
 def call_id(number):

@@ -169,6 +169,7 @@ def test_file_rows(tmp_path, kind, row, answer, source):
 GOOD = {"prompt": "1+1?", "answer": "2"}
 NOW = datetime.datetime(2026, 1, 2)
 NEEDS = "a message needs a role, one of system, developer, user, assistant, tool"
+CONTENT = "and a content, a string or a list of text blocks"
 
 
 @pytest.mark.parametrize("row, message", [
@@ -186,9 +187,14 @@ NEEDS = "a message needs a role, one of system, developer, user, assistant, tool
     ({"prompt": [{"content": "1+1?"}]}, NEEDS),
     ({"prompt": [{"role": "user"}]}, NEEDS),
     ({"prompt": [{"role": "user", "content": 5}]}, NEEDS),
-    ({"prompt": ["1+1?"]}, f"{NEEDS}, and a content, a string: 1+1?"),
-    ({"prompt": [{"role": "critic", "content": "1+1?"}]}, f"{NEEDS}, and a content, a string: {{'role': 'critic'"),
-    ({"conversations": [{"from": "narrator", "value": "1+1?"}]}, f"{NEEDS}, and a content, a string: {{'from': 'nar"),
+    ({"prompt": ["1+1?"]}, f"{NEEDS}, {CONTENT}: 1+1?"),
+    ({"prompt": [{"role": "critic", "content": "1+1?"}]}, f"{NEEDS}, {CONTENT}: {{'role': 'critic'"),
+    ({"conversations": [{"from": "narrator", "value": "1+1?"}]}, f"{NEEDS}, {CONTENT}: {{'from': 'nar"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1?"}]}]},
+     f"{NEEDS}, {CONTENT}: {{'role': 'user', 'content': [{{'type': 'image'"),
+    ({"prompt": [{"role": "user", "content": ["1+1?"]}]}, f"{NEEDS}, {CONTENT}"),
+    ({"prompt": [{"role": "user", "content": []}]}, f"{NEEDS}, {CONTENT}"),
+    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}, "empty prompt"),
     ({"conversations": [{"from": "human", "value": "1?"}, {"from": "function_call", "value": "add(1)"}]},
      "Expecting value"),
     ({"prompt": [{"role": "user", "content": "1+1?"}], "system": {"text": "Add."}}, NEEDS),

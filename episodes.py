@@ -7,7 +7,7 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
 
     text    reset(**row)     gets the columns of the row; returns text for the prompt's last message, or None
             step(text)       gets what the policy said; returns (observation, reward, whether it is over)
-            reset and step   may also return what those of Gymnasium's environments do
+            reset and step   may also return what those of Gymnasium's environments, or of the older gym's, do
     tools   reset(**row)     does the same; this is TRL's form, and such a class runs in TRL as well
             other methods    are tools: type hints and docstring tell the policy how to call them
     either  get_reward()     if it exists, is called at the end of an episode; None gives no score
@@ -252,10 +252,11 @@ def read_step(returned):
     finish_reason is "" if the episode goes on. Raises ValueError for values that step must not return.
     """
     if isinstance(returned, tuple) and len(returned) in (3, 4, 5):
-        # Only Gymnasium's five values say whether the episode was truncated. The fourth value of the older
-        # gym is an info.
-        observation, reward, done, *others = returned
-        truncated = len(others) == 2 and others[0]
+        # Only Gymnasium's five values say whether the episode was truncated; three stand for False. The
+        # fourth value of the older gym is its info.
+        observation, reward, done, truncated, *_ = [*returned, False]
+        if truncated is None or isinstance(truncated, dict):
+            truncated = False
         if {type(done), type(truncated)} <= {bool, np.bool_}:
             finish_reason = ""
             if done:
@@ -265,7 +266,7 @@ def read_step(returned):
             if finish_reason or isinstance(observation, str):
                 return observation, as_float(reward), finish_reason
     raise ValueError(f"step returned {shown(returned)}, not (observation, reward, done), a string, a number, "
-                     "and True or False, nor Gymnasium's five values")
+                     "and True or False, nor Gymnasium's five values or gym's four")
 
 
 # ------------------------------------------------------------------------------------------------------------

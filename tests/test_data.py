@@ -3,9 +3,14 @@ import copy
 import datetime
 import gc
 import hashlib
+import http.server
+import importlib
 import json
 import re
+import sys
+import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 from types import SimpleNamespace
@@ -303,6 +308,12 @@ SAID = {"from": "human", "value": "1+1?"}
     ({"conversations": [{"from": "system", "value": "Add."}, SAID]},
      [{"role": "system", "content": "Add."}, ASKED], None),
     ({"prompt": [{"from": "user", "value": "1+1?"}], "ground_truth": "2"}, [ASKED], "2"),
+    # A content in parts, where Arrow gives each part the fields of all
+    ({"prompt": [{"role": "system", "content": [{"type": "text", "text": "Add.", "image": None}]},
+                 {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}]},
+     [{"role": "system", "content": "Add."}, ASKED], None),
+    ({"messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "2"}]}], "answer": "2"},
+     [ASKED], "2"),
     # The assistant's beginning of an answer, which the policy continues
     ({"prompt": [ASKED, {"role": "assistant", "content": "It is "}]},
      [ASKED, {"role": "assistant", "content": "It is "}], None)])
@@ -525,6 +536,173 @@ def test_rows_are_bytes_until_they_are_read(tmp_path, kind):
     assert found[3][1]["prompt"] == rows[3]["prompt"]
     part = found[10:1990:2]
     assert len(part) == 990 and part[1] == found[12] and [*part[:2]] == [found[10], found[12]]
+
+
+def as_parquet(path, rows):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    path.parent.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+@pytest.fixture
+def mixture(tmp_path, monkeypatch):
+    """A folder with files of several kinds and shards, beside which the working directory is."""
+    monkeypatch.chdir(tmp_path)
+    shards = {"data/train-00000-of-00003.parquet": "a", "data/train-00002-of-00003.parquet": "c",
+              "data/train-00001-of-00003-9f3b2c.parquet": "b", "data/test-00000-of-00001.parquet": "t"}
+    for name, letter in shards.items():
+        as_parquet(tmp_path / name, [{"prompt": f"{letter}{i}?", "answer": i} for i in range(2)])
+    write(tmp_path / "data/words.jsonl", {"prompt": "w0?", "answer": "two"})
+    (tmp_path / "data/README.md").write_text("no rows")
+    (tmp_path / "data/.hidden.jsonl").write_text("no rows")
+    (tmp_path / "more/deep").mkdir(parents=True)
+    (tmp_path / "more/deep/train.json").write_text(json.dumps([{"prompt": "m0?", "answer": "3", "data_source": "own"}]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("setting, expected", [
+    # The shards of a data set, in their order, have no source.
+    ("data/train-*.parquet", "a0 a1 b0 b1 c0 c1"),
+    ("data/t*.parquet", "t0:test t1:test a0:train a1:train b0:train b1:train c0:train c1:train"),
+    ("data", "t0:test t1:test a0:train a1:train b0:train b1:train c0:train c1:train w0:words"),
+    ("data/words.jsonl, data/test-00000-of-00001.parquet", "w0:words t0:test t1:test"),
+    ("**/*.json*", "w0:data/words m0:own"),
+    ("more/deep/train.json,{folder}/data/words.jsonl", "m0:own w0:data/words"),
+    ("data/words.jsonl", "w0")])
+def test_several_files(mixture, setting, expected):
+    """Parquet and JSONL, with a source by file where rows have none."""
+    setting = setting.format(folder=mixture)
+    data.file_rows.cache_clear()
+    rows = [row for _, row in data.file_rows(setting)]
+    assert " ".join(row["prompt"][:-1] + f":{row.get('source')}" * bool(row.get("source")) for row in rows) == expected
+    assert rows_of("eval", 0, eval_file=setting) == rows
+    # As in one file, the hash of the prompt decides which rows are held out.
+    everything = sum(sides(setting), []) if len(rows) > 6 else []
+    assert not everything or sorted(everything) == sorted(row["prompt"] for row in rows)
+
+
+def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
+    texts = [f"{i}?" for i in range(100)]
+    for name, answer in (("a", "1"), ("b", "2")):
+        write(tmp_path / f"{name}.jsonl", *({"prompt": text, "answer": answer} for text in texts))
+    train, held_out = sides(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
+    assert len(train + held_out) == 200 and not set(train) & set(held_out)
+    assert sorted(held_out) == sorted(2 * [text for text in texts if zlib.crc32(text.encode()) % 8 == 0])
+
+
+@pytest.mark.parametrize("setting, name", [
+    ("data/words.jsonl,data/none.jsonl", "data/none.jsonl"), ("data/none-*.parquet", "data/none-*.parquet"),
+    ("data/words.jsonl,more", "more"), ("data/README.md", "data/README.md"), ("one, two.jsonl", "one"),
+    ("hf://OWNER/NAME/data.jsonl", "hf://OWNER/NAME/data.jsonl")])
+def test_what_is_no_file_is_named_among_several(mixture, setting, name):
+    write(mixture / "one, two.jsonl", GOOD)
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .json or .parquet, nor a "
+                                         "folder or a pattern of such files, which commas separate"):
+        data.file_rows(setting)
+    # A pattern, or its folder, takes a file with a comma in its name.
+    assert rows_of("eval", 0, eval_file="one? two.jsonl")[0]["answer"] == "2"
+
+
+def test_a_file_whose_name_reads_like_a_pattern_is_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows[1].jsonl", {"prompt": "a?"})
+    write(tmp_path / "rows1.jsonl", {"prompt": "b?"})
+    (tmp_path / "[x]").mkdir()
+    write(tmp_path / "[x]/rows.jsonl", {"prompt": "c?"})
+    assert read("rows[1].jsonl, [x]") == [("a?", None), ("c?", None)]
+
+
+def test_rows_whose_prompts_are_all_equal_may_be_held_out_as_well(tmp_path):
+    """As of an environment that makes each game anew."""
+    for text in "abcdefgh":
+        path = write(tmp_path / "rows.jsonl", *({"prompt": [{"role": "user", "content": text}], "game": i}
+                                                for i in range(20)))
+        split = "train" if generate_problems.held_out(text) else "eval"
+        with pytest.raises(ValueError, match=f"none of 20 is for {split}; --eval_file=... names held-out rows, "
+                                             "which may be those of the same file"):
+            rows_of(split, 0, train_file=path)
+        for split in ("train", "eval"):
+            assert [row["game"] for row in rows_of(split, 0, path, path)] == [*range(20)]
+
+
+HUB_ROWS = "".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(3)).encode()
+HUB_FILES = {"data/train-00000-of-00001.jsonl": HUB_ROWS, "README.md": b"# Rows"}
+
+
+class HubAnswers(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for a data set owner/rows."""
+
+    def do_GET(self):
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        self.server.paths.append(path)
+        head, _, file = path.partition("/resolve/main/")
+        body, headers = b"", {"X-Repo-Commit": "0" * 40, "ETag": f'"{zlib.crc32(file.encode())}"'}
+        status = 200
+        if head == "/datasets/owner/rows" and file in HUB_FILES:
+            body = HUB_FILES[file]
+        elif path == "/api/datasets/owner/rows/tree/main":
+            body = json.dumps([{"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+                               for name, content in HUB_FILES.items()]).encode()
+        else:
+            status = 404
+            headers["X-Error-Code"] = "EntryNotFound" if "owner/rows" in path else "RepoNotFound"
+        self.send_response(status)
+        for key, value in {"Content-Length": len(body), **headers}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server that stands for the hub. Its `paths` are those that it was asked for."""
+    from huggingface_hub import constants
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubAnswers)
+    server.paths = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    importlib.reload(constants)                                 # these are read once, when the package is loaded
+    data.file_rows.cache_clear()
+    yield server
+    server.shutdown()
+    monkeypatch.undo()
+    importlib.reload(constants)
+
+
+def test_rows_from_the_hub(hub, tmp_path, monkeypatch):
+    name = "hf://datasets/owner/rows/data/train-00000-of-00001.jsonl"
+    rows = data.file_rows(name)
+    assert [row for _, row in rows] == [{"prompt": f"{i}?", "answer": i} for i in range(3)]
+    assert rows[2][0] == f"{name}:3" and len([*tmp_path.glob("hub/**/train-*.jsonl")]) == 1
+    # It may stand among others, and its source has nothing of the cache.
+    other = write(tmp_path / "own.jsonl", GOOD)
+    assert [row["source"].rpartition("hf:/")[2] for _, row in data.file_rows(f"{name},{other}")][:3] == [
+        "datasets/owner/rows/data/train"] * 3
+    for missing in ("", "/data", "/data/test.parquet"):
+        with pytest.raises(ValueError, match=f"^hf://datasets/owner/rows{missing}: no such file; there are "
+                                             "data/train-00000-of-00001.jsonl, README.md$"):
+            data.file_rows(f"hf://datasets/owner/rows{missing}")
+    with pytest.raises(ValueError, match="^hf://datasets/owner/none/a.jsonl: RepositoryNotFoundError"):
+        data.file_rows("hf://datasets/owner/none/a.jsonl")
+    # Offline, what is in the cache is taken without a question, and anything else is named.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    importlib.reload(sys.modules["huggingface_hub.constants"])
+    data.file_rows.cache_clear()
+    hub.paths.clear()
+    assert len(data.file_rows(name)) == 3
+    with pytest.raises(ValueError, match="^hf://datasets/owner/rows/README.jsonl: OfflineModeIsEnabled"):
+        data.file_rows("hf://datasets/owner/rows/README.jsonl")
+    assert hub.paths == []
 
 
 @pytest.mark.parametrize("split, other", [("train", "eval"), ("eval", "train")])

@@ -339,6 +339,7 @@ THINKS = {**PARSED, "fields": {"reasoning_content": PARSED["fields"]["thinking"]
                                **{key: PARSED["fields"][key] for key in ("tool_calls", "content")}}}
 DESK = '''
 import asyncio
+from types import SimpleNamespace
 
 
 class Desk:
@@ -359,6 +360,22 @@ class Desk:
     def blocks(self) -> list:
         """Gives text in blocks."""
         return [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}]
+
+    def of_a_client(self) -> object:
+        """Gives what clients of MCP servers do."""
+        return SimpleNamespace(content=self.of_an_older_client(), isError=False)
+
+    def of_an_older_client(self) -> list:
+        """Gives the blocks as objects."""
+        return [SimpleNamespace(type="text", text=text, annotations=None) for text in ("a ", "cat")]
+
+    def of_a_server(self) -> dict:
+        """Gives a result as it is sent."""
+        return {"content": self.blocks(), "structuredContent": {"animal": "cat"}, "isError": False}
+
+    def picture(self) -> object:
+        """Gives a picture as well, which nobody reads."""
+        return SimpleNamespace(content=[SimpleNamespace(type="text", text="a cat"), frozenset])
 
 
 def add(a: int, b: int = 0) -> int:
@@ -422,10 +439,17 @@ def test_thoughts_call_nothing_also_one_that_is_cut_off(write, begins, said, cal
     assert r.counts["calls"] == calls and len(r.spans) == 1 + bool(calls)
 
 
+BLOCKS = [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}]
+OF_A_CLIENT = [block | {"annotations": None} for block in BLOCKS]
+
+
 @pytest.mark.parametrize("name, read, kept", [
     ("rows", "[['a', 1], ['b', 2]]", [["a", 1], ["b", 2]]), ("count", "0", "0"),
     ("table", "{'a': [1, inf], 'odd': \"<class 'set'>\"}", {"a": [1, math.inf], "odd": "<class 'set'>"}),
-    ("blocks", "a cat", [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}])])
+    ("blocks", "a cat", BLOCKS), ("of_a_client", "a cat", OF_A_CLIENT), ("of_an_older_client", "a cat", OF_A_CLIENT),
+    ("of_a_server", "a cat", {"content": BLOCKS, "structuredContent": {"animal": "cat"}, "isError": False}),
+    ("picture", "[{'type': 'text', 'text': 'a cat'}, \"<class 'frozenset'>\"]",
+     [{"type": "text", "text": "a cat"}, "<class 'frozenset'>"])])
 def test_results_keep_their_type_for_rewards(write, name, read, kept):
     """The policy reads text, as before; what rewards and samples get is what JSON can hold."""
     plays = player(f"{write(DESK)}:Desk")

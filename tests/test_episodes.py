@@ -554,7 +554,10 @@ def test_how_an_episode_ends(games, replies, texts, reason, turns, rewards):
     ([["on", 0.5, False, False, {}], ["", 2.0, True, False, {}]], ["a<|end|>", "b<|end|>"], "stop", [0.5, 2.0]),
     ([["on", 0.5, False, False, {}], ["", 2.0, False, True, {}]], ["a<|end|>", "b<|end|>"], "turns", [0.5, 2.0]),
     # Gymnasium's observation of an episode that is over need be no text.
-    ([[None, 2.0, True, True, {}]], ["a<|end|>"], "stop", [2.0])])
+    ([[None, 2.0, True, True, {}]], ["a<|end|>"], "stop", [2.0]),
+    # The older gym has no truncated, and some games have no info.
+    ([["on", 0.5, False, {"won": False}], [None, 2, True, None]], ["a<|end|>", "b<|end|>"], "stop", [0.5, 2.0]),
+    ([["on", 0.5, False, False], ["on", 2, False, True]], ["a<|end|>", "b<|end|>"], "turns", [0.5, 2.0])])
 def test_an_environment_may_return_what_gymnasiums_do(games, replies, texts, reason, rewards):
     (r,) = played(games, "Gym", [{"replies": replies}], [texts])
     assert (r.finish_reason, [*r.rewards.values()]) == (reason, rewards)
@@ -999,6 +1002,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
      "in turn 1: took too long (call_timeout); the row is {"),
     (START.format("", "pass"), "in turn 1: step returned None, not (observation, reward, done)"),
     (START.format("", "return 'on', 0.0, False, 1, {}"), "in turn 1: step returned ('on', 0.0, False, 1, {}), not"),
+    (START.format("", "return 'on', 0.0, False, []"), "in turn 1: step returned ('on', 0.0, False, []), not"),
     (START.format("", "return 'on', 0.0"), "in turn 1: step returned ('on', 0.0), not"),
     (START.format("", "return ['on', 0.0, True]"), "in turn 1: step returned ['on', 0.0, True], not"),
     (START.format("", "return 5, 0.0, False"), "in turn 1: step returned (5, 0.0, False), not"),

@@ -21,7 +21,7 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 import data
-from runs import load_rows
+from runs import ROOT, launch, load_rows
 import rewards
 from runtime import checkpoint
 from tasks import generate_problems
@@ -577,9 +577,6 @@ def test_several_files(mixture, setting, expected):
     rows = [row for _, row in data.file_rows(setting)]
     assert " ".join(row["prompt"][:-1] + f":{row.get('source')}" * bool(row.get("source")) for row in rows) == expected
     assert rows_of("eval", 0, eval_file=setting) == rows
-    # As in one file, the hash of the prompt decides which rows are held out.
-    everything = sum(sides(setting), []) if len(rows) > 6 else []
-    assert not everything or sorted(everything) == sorted(row["prompt"] for row in rows)
 
 
 def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
@@ -624,6 +621,26 @@ def test_rows_whose_prompts_are_all_equal_may_be_held_out_as_well(tmp_path):
             rows_of(split, 0, train_file=path)
         for split in ("train", "eval"):
             assert [row["game"] for row in rows_of(split, 0, path, path)] == [*range(20)]
+
+
+def test_a_prompt_from_several_columns(tmp_path):
+    """By the lines of the page: an index into the choices becomes the letter, which the verifier accepts."""
+    with open(f"{ROOT}/docs/data_and_rewards.md") as file:
+        (block,) = re.findall(r"^```python\n(# choices\.py.*?)^```$", file.read(), re.M | re.S)
+    (tmp_path / "choices.py").write_text(block)
+    asked = [{"question": "2+2?", "choices": ["3", "4", "5", "22"], "answer": 1, "subject": "sums"},
+             {"question": "Who?", "choices": [f"{i} people" for i in range(10)], "answer": 9, "subject": "people"}]
+    as_parquet(tmp_path / "mmlu.parquet", asked)
+    printed = launch(tmp_path / "choices.py", tmp_path / "mmlu.parquet")
+    (tmp_path / "mmlu.jsonl").write_text(printed)
+    rows = rows_of("eval", 0, eval_file=tmp_path / "mmlu.jsonl")
+    assert [(row["answer"], row["source"]) for row in rows] == [("B", "sums"), ("J", "people")]
+    assert rows[0]["prompt"] == [{"role": "user", "content": (
+        "2+2?\nA. 3\nB. 4\nC. 5\nD. 22\nAnswer with the letter of the right choice.")}]
+    completions = {"B": 1, "The answer is B.": 1, r"\boxed{B}": 1, "Answer: B. 4": 1, "(B)": 1, "C": 0, "Answer: D. 22": 0}
+    columns = {"prompts": ["?"] * 7, "completions": [*completions], "answer": ["B"] * 7, "trainer_state": [None] * 7}
+    scored = rewards.score_completions(rewards.load_reward("", "file"), columns)
+    assert [parts["accuracy"] for parts, *_ in scored] == [*completions.values()]
 
 
 HUB_ROWS = "".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(3)).encode()

@@ -78,7 +78,8 @@ def reload_vllm(llm, named_tensors, ranks, has_head):
     def tensors():
         for name, tensor in named_tensors:
             copied.clear()
-            if has_head or "lm_head." not in name:
+            # A tensor that comes twice would fail in vLLM, and here the one that is missing gets named.
+            if name not in held and (has_head or "lm_head." not in name):
                 yield name, tensor
             enough = tensor.numel() if ranks == 1 else 1
             if sum(copied) >= enough or name.endswith(("bias", "lm_head.weight")):

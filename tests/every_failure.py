@@ -2,7 +2,7 @@
 
     python tests/every_failure.py                          # all four scripts
     python tests/every_failure.py --only=ppo --every=10    # one of them, and a tenth of its points
-    python tests/every_failure.py --only=grpo,ppo --ranks=2 --every=10
+    python tests/every_failure.py --only=grpo,ppo --ranks=2 --every=30     # all of rank 1, and a part of rank 0
 
 A run of four steps saves after each of them. In its third save, and in the lines of the log before it, the
 n-th operation on the run's folder fails, for n = 1, 2, ... until a save ends without a fault: by a full disk
@@ -14,9 +14,9 @@ middle of a write (torn). every_failure.c does it, and so sees what safetensors 
     what belongs to somebody else, in the folder or next to it, is untouched,
     a resumed run writes the figures, samples and checkpoints of a run without a fault, and leaves nothing.
 
-On one rank a save without a fault is prepared once, and each point is a forked process that makes it. On
-several each point is a run of its own. A run is resumed once for each state of the folder that a point leaves.
-The exit code is 0 only if all is as it should be.
+On one rank a run goes up to that save once, and each point is a process forked from it, which makes the save.
+On several each point is a run of its own. A run is resumed once for each state of the folder that a point
+leaves. The exit code is 0 only if all is as it should be.
 """
 import ctypes
 import errno
@@ -267,7 +267,7 @@ def run_points(name, ranks, every, points_file):
     add_others()
     shutil.copytree(RUN, before, ignore=shutil.ignore_patterns(".lock"))
     for failing in range(ranks):
-        for number, fault, log in points_of(every, failing):
+        for number, fault, log in points_of(1 if failing else every, failing):
             def act(run, rank, failing=failing, number=number, fault=fault, log=log):
                 end_after_save(STEP)
                 if rank == failing:

@@ -276,7 +276,7 @@ class FailInTurn:
 
 
 def test_every_failure_of_a_save_leaves_whole_checkpoints(folder, mesh, tmp_path):
-    """A quarter of the operations that Python makes; tests/every_failure.py fails all of them in real runs."""
+    """Of the operations that Python makes; tests/every_failure.py fails all in real runs."""
     policy, tokenizer = load_policy(folder, mesh, torch.float32), load_tokenizer(folder)
     networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
     before, out_dir = tmp_path / "before", tmp_path / "run"
@@ -306,5 +306,5 @@ def test_every_failure_of_a_save_leaves_whole_checkpoints(folder, mesh, tmp_path
         assert len(saved) >= 2 and all(contents(path) == whole for path in saved), tried
         if not reached:
             break
-        tried += 4
-    assert tried > 80 and failed > 10
+        tried += 1
+    assert tried > 50 and failed > 20

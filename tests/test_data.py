@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import importlib
 import json
+import pickle
 import re
 import sys
 import threading
@@ -66,6 +67,17 @@ def rows_of(split, count=0, train_file="", eval_file=""):
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
         load_rows(*args)
+
+
+@pytest.mark.parametrize("difficulty, allowed", [("", True), ("1", True), ("100", True), ("0", False), ("101", False),
+                                                 ("-1", False), ("01", False), ("x", False)])
+def test_a_difficulty_is_a_whole_number_from_1_to_100(difficulty, allowed):
+    settings = SimpleNamespace(**SETTINGS | {"task": f"algebra:{difficulty}", "train_prompts": 1})
+    if allowed:
+        assert len(data.named_rows(settings, "train")) == 1
+    else:
+        with pytest.raises(ValueError, match=f"task=algebra:{difficulty}: a difficulty is a whole number from 1 to 100"):
+            data.named_rows(settings, "train")
 
 
 @pytest.mark.parametrize("split, eval_file", [("train", ""), ("train", "eval.jsonl"), ("eval", "")])
@@ -357,10 +369,24 @@ def test_a_column_system_is_the_first_message_where_there_is_none(tmp_path):
     told = {"role": "system", "content": "Add."}
     rows = [{"system": "Add.", "conversations": [SAID, {"from": "gpt", "value": "2"}]},
             {"system": "Subtract.", "messages": [told, ASKED]}, {"system": None, "prompt": [ASKED]},
-            {"system": "", "prompt": [ASKED]}, {"system": "Add.", "prompt": "1+1?"}]
+            {"system": "", "prompt": [ASKED]}, {"system": "Add.", "prompt": "1+1?"},
+            {"system": "Add.", "prompt": [ASKED, told]}]
     path = write(tmp_path / "rows.jsonl", *rows)
-    assert [prompt for prompt, _ in read(path)] == [[told, ASKED], [told, ASKED], [ASKED], [ASKED], "1+1?"]
+    assert [prompt for prompt, _ in read(path)] == [
+        [told, ASKED], [told, ASKED], [ASKED], [ASKED], "1+1?", [told, ASKED, told]]
     assert [row["system"] for _, row in data.file_rows(path)] == [row["system"] for row in rows]
+
+
+def test_a_row_without_a_prompt_has_an_empty_one_if_an_environment_may_give_it(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"number": 1})
+    with pytest.raises(ValueError, match=":1: no column prompt; the columns are number"):
+        data.file_rows(path)
+    ((_, row),) = data.file_rows(path, prompt_optional=True)
+    assert row["prompt"] == [{"role": "user", "content": ""}]
+
+
+def test_a_message_without_a_text_is_empty():
+    assert data.as_message({"from": "gpt"}) == {"role": "assistant", "content": ""}
 
 
 def test_columns_of_pictures_may_be_empty(tmp_path):
@@ -749,6 +775,8 @@ def drawn(num_rows, position, count, seed):
 def test_the_order_of_rows_stays_what_it_was():
     """A run that is resumed with a later version of this file goes on with the prompts that are due."""
     assert drawn(10, 7, 6, 3) == ([0, 5, 3, 7, 4, 3], 13)
+    rows = data.Rows([pickle.dumps((str(i), {"source": "ab"[i % 3 == 0]})) for i in range(12)])
+    assert [int(name) for name, _ in data.spread(rows, 5)] == [2, 5, 9, 10, 11]
 
 
 @pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
@@ -880,6 +908,11 @@ def test_a_template_that_leaves_out_a_message_is_refused(tokenizer, tmp_path):
         *messages[0], {"role": "assistant", "content": "<think>hm</think>1"}, *messages[1]]})
     settings |= {"train_file": path, "eval_file": path}
     data.load_prompts(deaf, SimpleNamespace(**settings))
+    # What a tool has returned may be written in another way.
+    deaf.chat_template = deaf.chat_template.replace("m.content", "('' if m.role == 'tool' else m.content)")
+    path = write(tmp_path / "rows.jsonl", {"prompt": [
+        *messages[0], {"role": "assistant", "content": ""}, {"role": "tool", "content": "2"}]})
+    data.load_prompts(deaf, SimpleNamespace(**settings | {"train_file": path, "eval_file": path}))
     deaf.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
     with pytest.raises(ValueError, match="the chat template leaves out .*'user'"):
         data.load_prompts(deaf, SimpleNamespace(**SETTINGS))
@@ -914,6 +947,14 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     text = text_of(load_rows("algebra", "train", 1)[0])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template, .*System role not"):
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
+    # A kind of its own are messages with calls, in the same roles.
+    strict.chat_template = ("{% for m in messages %}<|user|>{{ m.content }}{% if m.tool_calls is defined %}"
+                            "{{ raise_exception('no calls') }}{% endif %}{% endfor %}")
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
+    talk = [*prompts[0], {"role": "assistant", "content": "2"}, *prompts[1]]
+    write(other, *rows, {"prompt": talk}, {"prompt": [talk[0], called, talk[2]]})
+    with pytest.raises(ValueError, match=f"^{other}:9002: the chat template, .*no calls"):
+        data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
     # An environment and tools have nothing to add to a string or an answer. An agent begins by itself.
     for last in ("1+1?", [*prompts[0], {"role": "assistant", "content": "So"}]):
         write(other, *rows, {"prompt": last})
@@ -1042,7 +1083,9 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(load_prompts, tmp_path)
     """What the template writes, special tokens included; of a long one the end is shown."""
     tokenizer = load_prompts()[3].tokenizer
     tokenizer.chat_template = QWEN3
-    for text in ("2+2?", "\n".join(map(str, range(50))), "x" * 2000):
+    short = tokenizer.apply_chat_template([{"role": "system", "content": "Add."}, {"role": "user", "content": ""}],
+                                          tokenize=False, add_generation_prompt=True)
+    for text in ("2+2?", "\n".join(map(str, range(50))), "x" * 2000, *("x" * (n - len(short)) for n in (1000, 1001))):
         messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": text}]
         path = write(tmp_path / "rows.jsonl", {"prompt": messages, "answer": "4"})
         note = data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | {

@@ -165,7 +165,8 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
     images = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
     assert changed and images and not changed & images
     assert AutoConfig.from_pretrained(folder).architectures == [kind]
-    assert len([name for name, _ in engine_weights(policy, "checkpoint", torch.float32)]) < len(before)
+    sent = {name for name, _ in engine_weights(policy, "checkpoint", torch.float32)}
+    assert sent and not sent & images
     again = load_policy(folder, mesh, torch.float32)
     other = torch.optim.AdamW(again.parameters(), 0.1)
     load_optimizer(folder, again, other)

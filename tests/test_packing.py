@@ -196,6 +196,8 @@ def test_pack_trains_every_sampled_token_once_and_no_other_token(budget, longest
         owners = batch.flat(torch.arange(50)).tolist()
         trained = iter(zip(batch.index.tolist(), batch.targets.tolist(), owners, strict=True))
         seen, ids, positions = seen_from(batch), batch.input_ids[0], batch.position_ids[0]
+        for place in range(T, len(ids)):                        # padding sees padding: nothing would be NaN
+            assert seen[place] == [*range(T, place + 1)]
         for row in members(batch):
             whole = sum(lists[row], [])
             for place in sampled_places(lists[row]):
@@ -233,6 +235,10 @@ def test_a_row_has_a_limited_number_of_keys():
     batches = pack(rollouts, range(40), 70)
     assert len(batches) == -(-40 // (packing.KEYS * 70 // 31)) > 1
     assert all(sum(batch.segments.key_sizes) <= packing.KEYS * 70 for batch in batches)
+    # Rows of 30 keys each: they may fill it to the last one.
+    rollouts = [single([5] * 29, [token, token]) for token in range(100, 100 + 6 * packing.KEYS)]
+    batches = pack(rollouts, range(len(rollouts)), 90)
+    assert [sum(batch.segments.key_sizes) for batch in batches] == [packing.KEYS * 90] * 2
 
 
 def test_the_heaviest_rows_come_first():

@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+import data
 from runs import forked, train
 from tasks import reasoning_gym as gym
 
@@ -26,6 +27,8 @@ def test_rows_are_distinct_and_no_seed_trains_on_what_is_held_out():
     # Seeds of the package that differ by 1 have all rows but one in common.
     assert len({row["question"] for row in rows[0]} & {row["question"] for row in rows[1]}) < 250
     assert json.loads(json.dumps(rows[0])) == rows[0]
+    settings = types.SimpleNamespace(task=f"reasoning_gym:{SUM}", train_prompts=500, eval_prompts=200, seed=1)
+    assert [row for _, row in data.named_rows(settings, "train")] == rows[1]
 
 
 def test_a_generator_with_few_questions_gives_all_or_says_so():

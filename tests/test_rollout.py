@@ -383,6 +383,19 @@ def test_compare_logprobs(mesh, folder):
     compare_logprobs(rollouts, {0: torch.tensor([-0.9, -2.1]), 1: torch.tensor([-0.5])}, 0.2, tokenizer)
     with pytest.raises(RuntimeError, match="differ by 0.13 .* or by -0.13 with their sign, over half"):
         compare_logprobs(rollouts, {0: torch.tensor([-1.2, -2.2]), 1: torch.tensor([-0.5])}, 0.2, tokenizer)
+    # A gap may be as large as its bound, without a sign and with it.
+    compare_logprobs(rollouts, {0: torch.tensor([-1.25, -1.75]), 1: torch.tensor([-0.25])}, 0.25, tokenizer)
+    compare_logprobs(rollouts, {0: torch.tensor([-1.5, -2.0])}, 0.5, tokenizer)
+    # No bound makes up for an infinite one.
+    with pytest.raises(RuntimeError, match="differ by inf"):
+        compare_logprobs(rollouts, {0: torch.tensor([-1.0, -math.inf])}, math.inf, tokenizer)
+    # The eight worst of many are shown, each on a line.
+    with pytest.raises(RuntimeError) as error:
+        compare_logprobs(many, {0: -1.0 - torch.arange(300) / 100}, 0.1, tokenizer)
+    _, *worst = str(error.value).splitlines()
+    assert [line.rpartition("trainer ")[2] for line in worst] == [
+        f"{-1 - place / 100:.4f}, engine -1.0000" for place in range(299, 291, -1)]
+    assert all(line.startswith("  '") for line in worst)
 
 
 def test_rollouts_of_another_version_are_refused(mesh, folder):

@@ -390,12 +390,13 @@ def try_script(name, ranks, every):
 
 def main(only="grpo,dapo,ppo,async", ranks="1", every="1"):
     if "EVERY_FAILURE" not in os.environ:
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", SHIM, __file__.replace(".py", ".c"), "-ldl"],
-                       check=True)
-        code = subprocess.run([sys.executable, *sys.argv], env=os.environ | {
-            "LD_PRELOAD": str(SHIM), "EVERY_FAILURE": str(WORK)}).returncode
-        shutil.rmtree(WORK)
-        return code
+        try:
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", SHIM, __file__.replace(".py", ".c"), "-ldl"],
+                           check=True)
+            return subprocess.run([sys.executable, *sys.argv], env=os.environ | {
+                "LD_PRELOAD": str(SHIM), "EVERY_FAILURE": str(WORK)}).returncode
+        finally:
+            shutil.rmtree(WORK)
     os.chdir(ROOT)
     # What takes seconds to import is imported once. The scripts import the repository's own modules.
     import torch

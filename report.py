@@ -30,7 +30,7 @@ PANELS = (
     ("Evaluation by set", r"eval\w*/.+/mean@\d+", ""),
     ("Tokens per completion", r"(completions|eval\w*)/mean_length", ""),
     ("Share of completions cut off", r"(completions|eval\w*)/clipped_ratio", "share"),
-    ("Entropy, nats per token", r"entropy", ""),
+    ("Entropy, and loss of answers, nats per token", r"entropy|(eval/)?token_loss", ""),
     ("Share of groups without a spread", r"frac_reward_zero_std", "share"),
     ("Norm of the gradient", r"(.+/)?grad_norm", "log"),
     ("Gap between engine and trainer, nats", r"sampling/sampling_logp_difference/(mean|max)", "log"),

@@ -282,7 +282,9 @@ class Sampler:
 
 
 class Engine:
-    """The part that both engines have in common."""
+    """The part that both engines have in common. By itself it stands where no engine is needed."""
+    name = "none"
+    allocated = 0           # the bytes that PyTorch counts for the engine
     version = 0             # the version of the weights, as in Rollout
     max_length = math.inf   # how many tokens a row may have
     in_flight = False       # whether weights may change in the middle of requests
@@ -563,7 +565,6 @@ class HFEngine(Engine):
     """
     name = "hf"
     naming = "module"
-    allocated = 0
     max_seqs = 256           # how many requests a step answers at most
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,

@@ -30,7 +30,8 @@ from tasks.check_answer import comparison, extract_answer
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1_000_000               # bytes of a run's folder for what differs from the commit, and for new code
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
-CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
+CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
+           ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
            ("var", "critic/vf_explained_var", ".2f"),
            ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/mean", ".0e"))

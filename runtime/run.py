@@ -110,13 +110,13 @@ def locate(settings, script):
 def opening(run, policy, data_note, updates):
     """Return the lines with which a run begins."""
     s = run.settings
-    B, G = s.prompts_per_step, s.num_generations
     million = sum(p.numel() for p in policy.parameters()) / 1e6
     device = next(policy.parameters()).device.type
     lines = [f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x {device}, engine "
              f"{run.engine.name}",
-             f"Each of {s.max_steps} steps samples {B} x {G} = {B * G} completions (prompts_per_step x "
-             f"num_generations) and makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
+             f"Each of {s.max_steps} steps takes {s.prompts_per_step} x {s.num_generations} = "
+             f"{s.prompts_per_step * s.num_generations} completions (prompts_per_step x num_generations) and "
+             f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
              printable(data_note), *run.notes]
     for key, value in vars(s).items():
         if key in run.state and value != run.state["settings"].get(key):
@@ -285,11 +285,15 @@ class Run:
             raise RuntimeError(f"{MAX_SKIPPED} updates of the {name} in a row were skipped")
         return False
 
-    def end_step(self, rollouts, group_std):
-        """Write the figures of a step's rollouts, of all ranks, and some samples. group_std: of losses.py."""
+    def end_step(self, rollouts, group_std=None):
+        """Write the figures of a step's rollouts, of all ranks, and some samples.
+
+        group_std: of losses.py, or None if the rollouts are examples.py's, which nobody sampled and scored.
+        """
         log = self.log
         step = self.state["step"]
         G = self.settings.num_generations
+        samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
         seconds = time.perf_counter() - log.started
         self.state["step"] += 1
@@ -297,16 +301,18 @@ class Run:
         check_state(self.state, self.state.keys() - self.run_keys)
         if self.state["first_gap"] is None:
             self.state["first_gap"] = log.metrics.get("sampling/sampling_logp_difference/mean")
-        engines = getattr(self.engine, "engines", self.world_size)
-        log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines) | {
+        log.metrics |= {
             "num_tokens": self.state["num_tokens"],
             "perf/throughput": num_tokens / seconds,
             "perf/max_memory_allocated_gb": (peak_memory() - self.engine.allocated) / 1e9,
             "timing_s/step": seconds}
-        check_scored(rollouts, log, step)
-        samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
+        if group_std:
+            engines = getattr(self.engine, "engines", self.world_size)
+            log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
+            check_scored(rollouts, log, step)
+            samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         log.write(samples)
-        log.show(rollouts, samples, seconds)
+        log.show(rollouts if group_std else [], samples, seconds)
         log.start(self.state["step"])
 
     def save(self):

@@ -1,0 +1,134 @@
+"""
+Supervised fine-tuning, a whole run in one file: a warm start, from which train_grpo.py goes on.
+
+    torchrun train_sft.py                                    # one process, on a laptop or a GPU
+    torchrun train_sft.py --task=file --train_file=worked.jsonl --model=...
+    torchrun train_grpo.py --model=out/sft-.../checkpoint-60
+    python train_sft.py --help                               # every setting
+
+RL makes what a model samples now and then more frequent. What it never samples has to be shown to it first.
+The loss is the mean of -logp over all tokens that the assistant says in the rows of a step; prompts, and what
+tools return, are read and not learned. The loop is that of train_grpo.py without rollout, reward and
+advantage; it trains on the tokens of the data, which examples.py brings into the form of rollouts. Without
+arguments the script teaches the small model in tiny/ to work out algebra in steps.
+"""
+import math
+
+from runtime import distributed         # before torch: it sets environment variables that torch reads
+import torch
+
+import data
+import rewards
+import rollout
+from configurator import configure, input_errors
+from episodes import Player
+from examples import load_examples
+from model import (deal_to_ranks, gathered_logprobs, load_policy, make_optimizer, micro_batches, open_folders,
+                   set_rates)
+from runtime.run import Run
+from weights import engine_weights
+# ------------------------------------------------------------------------------------------------------------
+# settings that everybody sets first
+model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
+task = "algebra"                # algebra, compose, gsm8k, or file for your own rows, with their answers
+train_file = ""                 # the JSONL, JSON or parquet file with the rows of task=file
+eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
+reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
+engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
+prompts_per_step = 32           # of all ranks together
+max_prompt_length = 64          # in tokens; longer prompts are left out
+max_completion_length = 64      # in tokens; longer completions are cut off
+learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-5
+max_steps = 60                  # each makes an update with prompts_per_step rows
+token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
+seed = 0                        # of generated problems, order of rows, sampling
+out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
+resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
+# offload_optimizer=False, warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
+# save_interval=20.
+from config.shared import *
+# algorithm
+temperature = 1.0               # engine and trainer divide their logits by it
+# ------------------------------------------------------------------------------------------------------------
+settings = configure(globals())                                 # overrides by config files and --key=value
+settings.num_generations = 1                                    # a row is a prompt with one completion
+
+# ---------------------------------------------------------------- set-up: processes, data, models, engine
+# torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
+# the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
+rank, world_size, device, mesh, sequence_group = distributed.set_up(
+    timeout, sequence_parallel_size, shard_ranks)
+# Run checks the settings and opens the run's folder. run.resumed is a checkpoint, or None in a new run.
+run = Run(settings, __file__)
+longest = max_prompt_length + max_completion_length             # in tokens; longer rows are left out
+compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
+with input_errors():                                            # a ValueError becomes a one-line message
+    folders = open_folders(settings, longest, run.state["clock"])
+    tokenizer = folders.tokenizer
+    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
+    # train_rows and held_out have a list of examples for each row, eval_set is a list of held-out prompts.
+    train_set, _, train_rows = load_examples(player, "train")
+    _, eval_set, held_out = load_examples(player, "eval")
+    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
+    # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
+    start = run.resumed if run.resumed and not lora_rank else folders.policy
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)
+    rollout_engine = rollout.Engine()                           # which samples nothing
+    if reward != "none":                                        # with a reward, held-out prompts are sampled
+        scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+        scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
+        rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
+optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
+networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
+data_note = (f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows; any others have more than "
+             f"{longest} tokens.\nThe first one teaches {tokenizer.decode(train_rows[0][-1].sampled_ids)!r} "
+             f"after {tokenizer.decode(train_rows[0][-1].prompt_ids)[-500:]!r}.")
+log = run.begin(networks, rollout_engine, data_note, updates="an optimizer step")
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+
+# ---------------------------------------------------------------- the loop
+# A step has the examples of all ranks. {s: [len]} is a dict with a tensor for the example of index s, [C] a
+# tensor of a micro-batch, with an entry for each token that is learned; C may be 0: see train_grpo.py.
+for step in range(run.first_step, max_steps + 1):
+    # ------------------------------------------------------------ 0 evaluate, save
+    if run.due(eval_interval):
+        logps = gathered_logprobs(policy, sum(held_out, []), token_budget, temperature)         # {s: [len]}
+        log.metrics["eval/token_loss"] = -torch.cat([*logps.values()]).mean().item()
+        log.say(f"step {step:3d}  eval/token_loss {log.metrics['eval/token_loss']:.4f}")
+        if reward != "none":
+            rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step)
+            log.evaluate(eval_set, eval_samples, sample, scorer)        # samples, scores and logs
+    if run.due(save_interval):
+        run.save()                                              # not if the run has just begun
+    if step == max_steps:
+        break
+
+    # ------------------------------------------------------------ 1 rows
+    run.stop_if_signalled()                                     # saves and ends the run after a Ctrl-C
+    places = range(step * prompts_per_step, (step + 1) * prompts_per_step)      # in the sequence of epochs
+    size = len(train_rows)
+    rows = [train_rows[data.epoch_order(size, place // size, seed)[place % size]] for place in places]
+    examples = sum(rows, [])
+
+    # ------------------------------------------------------------ 2 update
+    with log.timed("update_actor"):
+        # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
+        log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
+        num_learned = sum(len(r.logprobs) for r in examples)    # tokens, on all ranks together
+        [share] = deal_to_ranks(examples, [range(len(examples))])               # those of this rank, by index
+        for batch in micro_batches(policy, examples, share, token_budget):
+            logp, _ = policy(batch, temperature)                                                # [C]
+            loss = -logp.sum() / num_learned
+            (loss * world_size).backward()                      # FSDP averages over ranks: undo that
+            log.add(means={"token_loss": -logp})
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
+        if run.may_step("actor", norm.item()):                  # logs the norm; False if it is not finite
+            optimizer.step()
+        optimizer.zero_grad()
+
+    # ------------------------------------------------------------ 3 log
+    run.end_step(examples)                                      # writes the step's figures
+run.end()                                                       # writes report.html

@@ -53,7 +53,7 @@ def examples_of(row, player):
     answer, whole = answer_of(row, s)
     if whole:
         answer = answer[-1:]
-    if isinstance(prompt, str) or not s.chat:
+    if isinstance(prompt, str) or not s.chat or prompt[-1]["role"] == "assistant":
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
         ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + player.eos_ids[:1]
         return [Rollout.single(encoded.ids, ids, [0.0] * len(ids), "stop")]

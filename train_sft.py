@@ -7,10 +7,9 @@ Supervised fine-tuning, a whole run in one file: a warm start, from which train_
     python train_sft.py --help                               # every setting
 
 RL makes what a model samples now and then more frequent. What it never samples has to be shown to it first.
-The loss is the mean of -logp over all tokens that the assistant says in the rows of a step; prompts, and what
-tools return, are read and not learned. The loop is that of train_grpo.py without rollout, reward and
-advantage; it trains on the tokens of the data, which examples.py brings into the form of rollouts. Without
-arguments the script teaches the small model in tiny/ to work out algebra in steps.
+The loss is the mean of -logp over all tokens that the assistant says in a step's rows; all others are only
+read. The loop is train_grpo.py's without rollout, reward and advantage: it trains on examples, which have the
+form of rollouts (examples.py). Without arguments it teaches the model in tiny/ to work out algebra in steps.
 """
 import math
 
@@ -60,9 +59,8 @@ settings.num_generations = 1                                    # a row is a pro
 # the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder. run.resumed is a checkpoint, or None in a new run.
-run = Run(settings, __file__)
-longest = max_prompt_length + max_completion_length             # in tokens; longer rows are left out
+run = Run(settings, __file__)                                   # run.resumed is a checkpoint, or None
+longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
     folders = open_folders(settings, longest, run.state["clock"])
@@ -83,10 +81,10 @@ with input_errors():                                            # a ValueError b
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
-data_note = (f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows; any others have more than "
-             f"{longest} tokens.\nThe first one teaches {tokenizer.decode(train_rows[0][-1].sampled_ids)!r} "
-             f"after {tokenizer.decode(train_rows[0][-1].prompt_ids)[-500:]!r}.")
-log = run.begin(networks, rollout_engine, data_note, updates="an optimizer step")
+log = run.begin(networks, rollout_engine, (
+    f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} tokens. "
+    f"In the first one, {tokenizer.decode(train_rows[0][-1].ids)[-500:]!r}, it learns "
+    f"{tokenizer.decode(train_rows[0][-1].sampled_ids)[:500]!r}."), updates="an optimizer step")
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -110,12 +108,10 @@ for step in range(run.first_step, max_steps + 1):
     run.stop_if_signalled()                                     # saves and ends the run after a Ctrl-C
     places = range(step * prompts_per_step, (step + 1) * prompts_per_step)      # in the sequence of epochs
     size = len(train_rows)
-    rows = [train_rows[data.epoch_order(size, place // size, seed)[place % size]] for place in places]
-    examples = sum(rows, [])
+    examples = sum([train_rows[data.epoch_order(size, i // size, seed)[i % size]] for i in places], [])
 
     # ------------------------------------------------------------ 2 update
     with log.timed("update_actor"):
-        # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         num_learned = sum(len(r.logprobs) for r in examples)    # tokens, on all ranks together
         [share] = deal_to_ranks(examples, [range(len(examples))])               # those of this rank, by index

@@ -8,7 +8,8 @@ The update is bench/step.py's. TRL gets its model and rollouts (by rollout_func)
 tokens; it is timed from the moment they are scored until the optimizer has stepped. "Unshared" is the update
 here with the prompt computed for each of its eight completions, as TRL does. The whole step is
 train_grpo.py's with --engine=hf, generation and reward included. Model, problems, batch and optimizer are the
-same; TRL generates with its own code, and train_grpo.py skips completions whose advantage is 0.
+same; TRL generates with its own code, and train_grpo.py skips completions whose advantage is 0. The line on
+worked answers is train_sft.py beside SFTTrainer: ten steps of 32 rows, whose losses are printed as well.
 Figures are medians over the pairs. TRL is used as it comes: on a CPU without its Triton kernel for the
 logprobs, which CUDA machines have. On a GPU both compute in bfloat16 from float32 weights, and Qwen3-0.6B's
 shape is one more line.
@@ -99,8 +100,40 @@ def run_under_trl():
     print(json.dumps({"s": statistics.median(times[1:]), "GB": peak / 1e9}))
 
 
+def run_sft_under_trl():
+    """SFTTrainer on the rows of train.jsonl in the folder `work`, which are in the order of the steps."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+    with open(f"{work}/train.jsonl") as file:
+        rows = [json.loads(line) for line in file]
+    times, losses = [], []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            times.append(time.perf_counter() - self.began)
+
+        def on_log(self, args, state, control, logs, **_):
+            if "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SFTConfig(
+            folder, per_device_train_batch_size=32, learning_rate=1e-4, lr_scheduler_type="constant", adam_beta2=0.95,
+            max_steps=len(rows) // 32, logging_steps=1, train_sampling_strategy="sequential", report_to=[],
+            save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "float32"})
+        columns = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
+        SFTTrainer("tiny/algebra", settings, train_dataset=Dataset.from_list(columns), callbacks=[Clock()]).train()
+    print(json.dumps({"s": statistics.median(times[1:]), "losses": losses,
+                      "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}))
+
+
 if work:
-    run_under_trl()
+    run_sft_under_trl() if os.path.exists(f"{work}/train.jsonl") else run_under_trl()
     sys.exit()
 
 
@@ -165,3 +198,29 @@ if only in "whole step, launch":
         theirs.append(json.loads(figures)["s"])
     compare("whole step", "s", ours, theirs)
     compare("launch to the end of the first step", "s", launch_here, launch_there)
+if only in "worked answers, 32 rows":
+    import data                                                 # not under TRL
+    from tasks.generate_problems import generated_rows
+    ours, theirs = [], []
+    for _ in range(pairs):
+        with tempfile.TemporaryDirectory() as folder:
+            rows = []
+            for _, row in generated_rows("algebra", "train", 320):
+                row["completion"] = [{"role": "assistant", "content": row["solution"]}]
+                rows.append(json.dumps(row) + "\n")
+            for name, numbers in (("rows", range(320)), ("train", data.epoch_order(320, 0, 0))):
+                with open(f"{folder}/{name}.jsonl", "w") as file:
+                    file.writelines(rows[number] for number in numbers)
+            run("", sys.executable, "train_sft.py", f"--out_dir={folder}/run", "--task=file", "--reward=none",
+                f"--train_file={folder}/rows.jsonl", f"--eval_file={folder}/rows.jsonl", "--eval_prompts=1",
+                "--max_steps=10", "--lr_decay=constant", "--warmup_steps=0", "--save_interval=0")
+            with open(f"{folder}/run/metrics.jsonl") as file:
+                steps = [json.loads(line) for line in file][:10]
+            ours.append({"losses": [step["token_loss"] for step in steps],
+                         "s": statistics.median(step["timing_s/update_actor"] for step in steps[1:]),
+                         "GB": steps[-1]["perf/max_memory_allocated_gb"]})
+            theirs.append(json.loads(run("", trl, "-m", "bench.against_trl", f"--work={folder}")[1]))
+    for key, unit, name in (("s", "s", "worked answers, 32 rows"), ("GB", "GB", "    its peak memory")):
+        compare(name, unit, *([figures[key] for figures in side] for side in (ours, theirs)))
+    for name, side in (("here", ours), ("TRL", theirs)):
+        print(f"    losses {name:5}", *(f"{loss:.5f}" for loss in side[0]["losses"]))

@@ -110,10 +110,9 @@ def locate(settings, script):
 def opening(run, policy, data_note, updates):
     """Return the lines with which a run begins."""
     s = run.settings
-    million = sum(p.numel() for p in policy.parameters()) / 1e6
-    device = next(policy.parameters()).device.type
-    lines = [f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x {device}, engine "
-             f"{run.engine.name}",
+    parameters = [*policy.parameters()]
+    lines = [f"{run.out_dir}: {s.model}, {sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, on "
+             f"{run.world_size} x {parameters[0].device.type}, engine {run.engine.name}",
              f"Each of {s.max_steps} steps takes {s.prompts_per_step} x {s.num_generations} = "
              f"{s.prompts_per_step * s.num_generations} completions (prompts_per_step x num_generations) and "
              f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",

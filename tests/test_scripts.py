@@ -11,9 +11,14 @@ import config.conversation
 import config.shared
 from runs import ROOT
 
-OTHERS = ["train_dapo.py", "train_ppo.py", "train_async.py"]
+OTHERS = ["train_dapo.py", "train_ppo.py", "train_async.py", "train_sft.py"]
 # Comments that differ because the method does.
-METHOD = {"# The ratio compares the policy with pi_old, the policy before the first update. For the age of the"}
+METHOD = {
+    "# The ratio compares the policy with pi_old, the policy before the first update. For the age of the",
+    'task = "algebra"                # algebra, compose, gsm8k, or file for your own rows, with their answers',
+    "learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-5",
+    "max_steps = 60                  # each makes an update with prompts_per_step rows",
+    "seed = 0                        # of generated problems, order of rows, sampling"}
 SETTINGS = {"train_grpo.py": config.shared, **dict.fromkeys(OTHERS, config.shared),
             "evaluate_model.py": config.conversation}
 

@@ -1,0 +1,192 @@
+"""train_sft.py: what it learns and from which tokens, its gradient, its checkpoints, and what it refuses."""
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from runs import begin, forked, lines, refused, train, with_defaults, without_times
+from tiny import pretrain
+
+SMALL = {"prompts_per_step": 4, "train_prompts": 64, "eval_prompts": 8, "eval_samples": 2, "max_steps": 2,
+         "save_interval": 1, "warmup_steps": 0, "learning_rate": 1e-3, "engine": "hf"}
+# The template of the tiny models. Like Qwen3's, the other one drops the thoughts of turns that others follow, and the
+# last line end is not a part of the turn.
+DROPS = ("{% for m in messages %}<|{{ m.role }}|>{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% else %}"
+         "{{ m.content.split('</think>')[-1].lstrip() }}{% endif %}<|end|>\n{% endfor %}"
+         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+TALK = [said("system", "Add."), said("user", "2+2"), said("assistant", "<think>two</think> 4"), said("user", "1+1"),
+        said("assistant", "<think>one</think> 2"), said("user", "?"), said("assistant", "nothing")]
+# Each row has an answer, because data.py refuses a file in which only some have one.
+ROWS = [{"messages": TALK, "answer": "no"},
+        # The assistant's turn in the prompt is not learned.
+        {"prompt": TALK[1:4], "completion": [said("assistant", "two"), said("user", "sure?"), said("assistant", "yes")],
+         "answer": "no"},
+        {"prompt": [said("user", "5+5")], "completion": "ten", "answer": "no"},
+        {"prompt": [said("user", "6+6")], "answer": 12},
+        {"conversations": [{"from": "human", "value": "5+5"}, {"from": "gpt", "value": "eleven"}], "answer": "no"},
+        {"prompt": "7+7=", "solution": "14", "answer": "no"},
+        # As when it is sampled, the completion continues the assistant's message.
+        {"prompt": [said("user", "8+8"), said("assistant", "six")], "completion": "teen", "answer": "no"},
+        {"prompt": [said("user", "long")], "completion": "x" * 128, "answer": "no"}]
+
+
+def text_before(messages, drops):
+    """What the model reads before the assistant's turn that follows these messages."""
+    text = ""
+    for message in messages:
+        content = message["content"]
+        if drops and message["role"] == "assistant":
+            content = content.split("</think>")[-1].strip()
+        text += f"<|{message['role']}|>{content}<|end|>" + "\n" * drops
+    return text + "<|assistant|>"
+
+
+def turns(drops):
+    """What is learned of ROWS: pairs of texts, what the model reads and what the assistant then says."""
+    second = [*TALK[1:4], *ROWS[1]["completion"]]
+    pairs = [(TALK[:2], TALK[2]), (TALK[:4], TALK[4]), (TALK[:6], TALK[6]), (second[:3], second[3]),
+             (second[:5], second[5]), (ROWS[2]["prompt"], said("", "ten")), (ROWS[3]["prompt"], said("", "12")),
+             (ROWS[2]["prompt"], said("", "eleven"))]
+    texts = [(text_before(messages, drops), turn["content"] + "<|end|>") for messages, turn in pairs]
+    return [*texts, ("7+7=", "14<|end|>"), ("<|user|>8+8<|end|>" + "\n" * drops + "<|assistant|>six", "teen<|end|>")]
+
+
+def slow_gradient(folder, drops):
+    """The loss and its gradient in float64, a row at a time, by transformers alone."""
+    tokenizer = pretrain.make_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    total = 0.0
+    count = 0
+    for before, turn in turns(drops):
+        before, turn = (tokenizer(text, add_special_tokens=False).input_ids for text in (before, turn))
+        logits = model(torch.tensor([before + turn])).logits[0].log_softmax(-1)
+        for place, token in enumerate(turn, len(before)):
+            total = total - logits[place - 1, token]
+            count += 1
+    loss = total / count
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def sft(folder, out_dir, *arguments, **how):
+    return train("train_sft.py", out_dir, [f"--model={folder}", *arguments], SMALL, **how)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows")
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (path / "drops.jinja").write_text(DROPS)
+    return path
+
+
+@pytest.mark.parametrize("drops, ranks, more", [
+    (False, 1, []), (True, 1, ["--token_budget=128"]), (True, 2, ["--token_budget=128"]),
+    (False, 2, ["--sequence_parallel_size=2"])])
+def test_loss_and_gradient_are_those_of_a_loop_over_turns(folder, rows, tmp_path, drops, ranks, more):
+    template = [f"--chat_template={rows}/drops.jinja"] if drops else []
+    metrics, output = sft(folder, tmp_path / "run", *template, *more, "--task=file", f"--train_file={rows}/rows.jsonl",
+                          f"--eval_file={rows}/rows.jsonl", "--eval_prompts=0", "--train_prompts=0", "--reward=none",
+                          "--prompts_per_step=7", "--max_steps=1", "--grad_clip=0", ranks=ranks)
+    loss, gradient = slow_gradient(folder, drops)
+    # The held-out rows are the same.
+    assert metrics[0]["token_loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics[0]["eval/token_loss"] == pytest.approx(loss, rel=1e-5)
+    assert "learns 7 of 8 rows" in output and "engine none" in output
+    # After one step Adam's first moment is a tenth of the gradient.
+    files = sorted((tmp_path / "run/checkpoint-1/trainer").glob("optimizer-*"))
+    parts = [load_file(file) for file in files]
+    assert len(files) == ranks
+    for name, expected in gradient.items():
+        found = torch.cat([part[f"hf.{name}.exp_avg"] for part in parts if f"hf.{name}.exp_avg" in part]) * 10
+        assert (found - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_figures(folder, tmp_path):
+    command = ["train_sft.py", f"--model={folder}", *with_defaults(["--max_steps=8", "--eval_interval=3"], SMALL)]
+    forked(tmp_path / "log", *command, f"--out_dir={tmp_path}/whole")
+    again = [*command, f"--out_dir={tmp_path}/run", "--resume=auto"]
+    [process] = begin(tmp_path / "log", *again)
+    while len(lines(tmp_path / "run")) < 4 and process.is_alive():
+        process.join(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert len(lines(tmp_path / "run")) < 8
+    forked(tmp_path / "log", *again)
+    whole = without_times(lines(tmp_path / "whole"))
+    assert without_times(lines(tmp_path / "run")) == whole and [line["step"] for line in whole] == [*range(9)]
+    # The steps of an epoch use each row once, and its rows are those of train_grpo.py.
+    assert whole[-1]["eval/token_loss"] < whole[0]["eval/token_loss"] - 0.1
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A run of the default task, with the shipped model."""
+    out_dir = tmp_path_factory.mktemp("sft") / "run"
+    return out_dir, *sft("tiny", out_dir, "--max_steps=20", "--prompts_per_step=32", "--train_prompts=512",
+                         "--learning_rate=1e-4", "--save_interval=0")
+
+
+def test_the_tiny_model_learns_to_show_its_work_and_grpo_goes_on(warm, tmp_path):
+    out_dir, metrics, output = warm
+    assert metrics[0]["eval/mean@2"] < 0.5 < 0.7 < metrics[-1]["eval/mean@2"]
+    assert metrics[-1]["eval/mean_length"] > metrics[0]["eval/mean_length"] + 5
+    assert "step   0  loss 0." in output and output.endswith("report.html: curves, samples and health\n")
+    after, _ = train("train_grpo.py", tmp_path / "grpo", [f"--model={out_dir}/checkpoint-20"],
+                     SMALL | {"num_generations": 2, "max_steps": 1})
+    for key in ("eval/mean@2", "eval/mean_length", "eval/fractions/mean@2"):
+        assert after[0][key] == metrics[-1][key]
+
+
+def test_adapters_are_trained_sampled_and_resumed(folder, tmp_path):
+    settings = ["--lora_rank=2", "--learning_rate=1e-2", "--eval_interval=1"]
+    whole, _ = sft(folder, tmp_path / "run", *settings)
+    assert whole[2]["eval/token_loss"] < whole[0]["eval/token_loss"]
+    assert whole[2]["eval/mean_length"] != whole[0]["eval/mean_length"]
+    shutil.rmtree(tmp_path / "run/checkpoint-2")
+    resumed, _ = sft(folder, tmp_path / "run", *settings, "--resume=auto")
+    assert without_times(resumed) == without_times(whole)
+
+
+GOOD = {"prompt": [said("user", "1+1")], "completion": "2"}
+THOUGHTFUL = {"messages": [said("user", "1+1"), said("assistant", "<think>one</think>2")]}
+CASES = {
+    "no answer": ({"prompt": "1+1="}, "", "rows.jsonl:2: there is nothing to learn: no messages end"),
+    "a question last": ({"messages": [said("user", "1+1")]}, "", "rows.jsonl:2: there is nothing to learn"),
+    "a bad completion": ({"prompt": "1+1=", "completion": [{"role": "assistant"}]}, "",
+                         "rows.jsonl:2: a message needs a role"),
+    # As the templates of DeepSeek-R1's distilled models.
+    "a thought is dropped": (THOUGHTFUL, DROPS.replace("loop.last or ", ""),
+                             "rows.jsonl:2: the chat template does not say which tokens are the assistant's"),
+    "no end": (GOOD, DROPS.replace("<|end|>", ""), "rows.jsonl:1: the chat template does not say"),
+    "another beginning": (GOOD, DROPS.replace("endfor %}{%", "endfor %}{{ messages | length }}{%"), "does not say")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_templates_that_cannot_be_learned_are_refused(folder, tmp_path, case):
+    row, template, message = CASES[case]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (GOOD, row)))
+    (tmp_path / "template.jinja").write_text(template)
+    more = [f"--chat_template={tmp_path}/template.jinja"] if template else []
+    refused([f"--model={folder}", "--task=file", f"--train_file={tmp_path}/rows.jsonl",
+             f"--eval_file={tmp_path}/rows.jsonl", "--reward=none", *more], message, tmp_path, script="train_sft.py")
+
+
+def test_rows_that_are_all_too_long_and_a_missing_answer_are_refused(folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    file = [f"--model={folder}", "--task=file", f"--train_file={rows}", f"--eval_file={rows}"]
+    rows.write_text(json.dumps(GOOD | {"completion": "x" * 128}))
+    refused([*file, "--reward=none"], "each of 1 train rows has more tokens", tmp_path, script="train_sft.py")
+    rows.write_text(json.dumps(GOOD))
+    refused(file, "answer", tmp_path, script="train_sft.py")

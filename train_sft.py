@@ -59,7 +59,7 @@ settings.num_generations = 1                                    # a row is a pro
 # the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-run = Run(settings, __file__)                                   # run.resumed is a checkpoint, or None
+run = Run(settings, __file__)
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
@@ -72,13 +72,13 @@ with input_errors():                                            # a ValueError b
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)
     rollout_engine = rollout.Engine()                           # which samples nothing
     if reward != "none":                                        # with a reward, held-out prompts are sampled
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 log = run.begin(networks, rollout_engine, (

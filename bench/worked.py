@@ -2,7 +2,13 @@
 Worked answers to chain_sum, a task of reasoning-gym, for a warm start by train_sft.py: docs/real_model.md.
 
     python -m bench.worked --out=out/worked
-    torchrun train_sft.py --task=file --train_file=out/worked/train.jsonl --eval_file=out/worked/eval.jsonl ...
+    torchrun train_sft.py --model=out/smollm2 --task=file --train_file=out/worked/train.jsonl \
+        --eval_file=out/worked/eval.jsonl --reward=tasks.reasoning_gym:full_marks --temperature=0.7 \
+        --max_prompt_length=96 --max_completion_length=64 --prompts_per_step=16 --max_steps=40 \
+        --learning_rate=1e-4 --eval_interval=20 --eval_samples=2 --save_interval=0 --out_dir=out/warm
+    python evaluate_model.py --model=out/warm/checkpoint-40 --samples=16 --temperature=0.7 \
+        --task=reasoning_gym:chain_sum,max_terms=2,max_digits=2 --reward=tasks.reasoning_gym:full_marks
+    torchrun train_grpo.py config/tasks/smollm2.py --model=out/warm/checkpoint-40 --max_completion_length=64
 
 The questions are those of config/tasks/smollm2.py: sums and differences of two numbers of up to two digits. A
 row of train.jsonl is a training question with an answer in one of three styles, which are taken in turns:

@@ -3,8 +3,9 @@ Generated problems. GENERATORS has a function for each --task, which draws a pro
 and generated_rows draws the rows of a split.
 
 A problem is a text and columns: `answer` for the verifier, `source` for the evaluation of each kind, and
-`solution`, worked in steps, which only tiny/pretrain.py reads. If a problem has something `hidden`, neither
-this nor the text may be in both splits. A problem with `only` is used in the split that it names.
+`solution`, worked in steps, which tiny/pretrain.py and train_sft.py learn. If a problem has something
+`hidden`, neither this nor the text may be in both splits. A problem with `only` is used in the split that it
+names.
 """
 import itertools
 import math

@@ -41,6 +41,7 @@ RUNS = {
     "dapo_hf": (1, "train_dapo.py", ("--engine=hf",)),
     "async": (2, "train_async.py", ()),
     "async_hf": (2, "train_async.py", ("--engine=hf",)),
+    "sft_hf": (1, "train_sft.py", ("--engine=hf",)),
     "updates": (1, "train_grpo.py", ("--num_mini_batches=4", "--kl_coef=0.01", "--entropy_coef=0.01")),
     "lora": (1, "train_grpo.py", ("--lora_rank=8",)),
     "bfloat16": (1, "train_grpo.py", ("--dtype=bfloat16",)),

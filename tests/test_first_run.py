@@ -35,6 +35,7 @@ def stranger(folder, tmp_path_factory):
 @pytest.mark.parametrize("script, keys", [
     ("train_grpo.py", "learning_rate=0.0001, max_prompt_length=64, max_completion_length=64"),
     ("train_dapo.py", "learning_rate=0.0001, max_prompt_length=64, max_completion_length=64"),
+    ("train_sft.py", "learning_rate=0.0001, max_prompt_length=64, max_completion_length=64"),
     ("train_ppo.py", "learning_rate=0.0001, critic_learning_rate=0.002, max_prompt_length=64, "
                      "max_completion_length=64"),
     ("evaluate_model.py", "max_completion_length=64")])
@@ -72,7 +73,7 @@ def test_what_is_given_is_taken(stranger, folder, reward_file, tmp_path):
 
 
 def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
-    for script in ("train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py"):
+    for script in ("train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py", "train_sft.py"):
         with open(script) as file:
             text = file.read()
         for key, value in TINY_DEFAULTS.items():

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
+from bench import worked
+from tasks.reasoning_gym import full_marks, gym_rows
 from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "train_prompts": 64, "eval_prompts": 8, "eval_samples": 2, "max_steps": 2,
@@ -34,6 +36,7 @@ ROWS = [{"messages": TALK, "answer": "no"},
          "answer": "no"},
         {"prompt": [said("user", "5+5")], "completion": "ten", "answer": "no"},
         {"prompt": [said("user", "6+6")], "answer": 12},
+        {"prompt": [said("user", "9+9")], "solution": "18", "answer": "no"},
         {"conversations": [{"from": "human", "value": "5+5"}, {"from": "gpt", "value": "eleven"}], "answer": "no"},
         {"prompt": "7+7=", "solution": "14", "answer": "no"},
         # As when it is sampled, the completion continues the assistant's message.
@@ -57,6 +60,7 @@ def turns(drops):
     second = [*TALK[1:4], *ROWS[1]["completion"]]
     pairs = [(TALK[:2], TALK[2]), (TALK[:4], TALK[4]), (TALK[:6], TALK[6]), (second[:3], second[3]),
              (second[:5], second[5]), (ROWS[2]["prompt"], said("", "ten")), (ROWS[3]["prompt"], said("", "12")),
+             (ROWS[4]["prompt"], said("", "18")),
              (ROWS[2]["prompt"], said("", "eleven"))]
     texts = [(text_before(messages, drops), turn["content"] + "<|end|>") for messages, turn in pairs]
     return [*texts, ("7+7=", "14<|end|>"), ("<|user|>8+8<|end|>" + "\n" * drops + "<|assistant|>six", "teen<|end|>")]
@@ -98,12 +102,12 @@ def test_loss_and_gradient_are_those_of_a_loop_over_turns(folder, rows, tmp_path
     template = [f"--chat_template={rows}/drops.jinja"] if drops else []
     metrics, output = sft(folder, tmp_path / "run", *template, *more, "--task=file", f"--train_file={rows}/rows.jsonl",
                           f"--eval_file={rows}/rows.jsonl", "--eval_prompts=0", "--train_prompts=0", "--reward=none",
-                          "--prompts_per_step=7", "--max_steps=1", "--grad_clip=0", ranks=ranks)
+                          "--prompts_per_step=8", "--max_steps=1", "--grad_clip=0", ranks=ranks)
     loss, gradient = slow_gradient(folder, drops)
     # The held-out rows are the same.
     assert metrics[0]["token_loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics[0]["eval/token_loss"] == pytest.approx(loss, rel=1e-5)
-    assert "learns 7 of 8 rows" in output and "engine none" in output
+    assert "learns 8 of 9 rows" in output and "engine none" in output
     # After one step Adam's first moment is a tenth of the gradient.
     files = sorted((tmp_path / "run/checkpoint-1/trainer").glob("optimizer-*"))
     parts = [load_file(file) for file in files]
@@ -113,20 +117,22 @@ def test_loss_and_gradient_are_those_of_a_loop_over_turns(folder, rows, tmp_path
         assert (found - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def test_a_run_that_is_killed_goes_on_with_the_same_figures(folder, tmp_path):
-    command = ["train_sft.py", f"--model={folder}", *with_defaults(["--max_steps=8", "--eval_interval=3"], SMALL)]
+def test_a_run_that_is_killed_or_stopped_goes_on_with_the_same_figures(folder, tmp_path):
+    command = ["train_sft.py", f"--model={folder}", *with_defaults(["--max_steps=40", "--eval_interval=16"], SMALL)]
     forked(tmp_path / "log", *command, f"--out_dir={tmp_path}/whole")
     again = [*command, f"--out_dir={tmp_path}/run", "--resume=auto"]
-    [process] = begin(tmp_path / "log", *again)
-    while len(lines(tmp_path / "run")) < 4 and process.is_alive():
-        process.join(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert len(lines(tmp_path / "run")) < 8
+    # The first kill may fall into a save. After the other signal the run saves, and says so.
+    for number, steps in ((signal.SIGKILL, 4), (signal.SIGTERM, 20)):
+        [process] = begin(tmp_path / "log", *again)
+        while len(lines(tmp_path / "run")) < steps and process.is_alive():
+            process.join(0.01)
+        os.kill(process.pid, number)
+        process.join()
+        assert len(lines(tmp_path / "run")) < 40
+    assert "stopped by a signal after" in (tmp_path / "log").read_text()
     forked(tmp_path / "log", *again)
     whole = without_times(lines(tmp_path / "whole"))
-    assert without_times(lines(tmp_path / "run")) == whole and [line["step"] for line in whole] == [*range(9)]
-    # The steps of an epoch use each row once, and its rows are those of train_grpo.py.
+    assert without_times(lines(tmp_path / "run")) == whole and [line["step"] for line in whole] == [*range(41)]
     assert whole[-1]["eval/token_loss"] < whole[0]["eval/token_loss"] - 0.1
 
 
@@ -190,3 +196,10 @@ def test_rows_that_are_all_too_long_and_a_missing_answer_are_refused(folder, tmp
     refused([*file, "--reward=none"], "each of 1 train rows has more tokens", tmp_path, script="train_sft.py")
     rows.write_text(json.dumps(GOOD))
     refused(file, "answer", tmp_path, script="train_sft.py")
+
+
+def test_worked_answers_for_a_real_model_are_right():
+    rows = [worked.worked(row, style) for _, row in gym_rows(worked.TASK, "train", 64, 0) for style in worked.STYLES]
+    columns = {key: [row[key] for row in rows] for key in ("question", "answer", "metadata")}
+    assert all(full_marks(prompts=[], completions=[row["completion"] for row in rows], **columns))
+    assert len({row["completion"] for row in rows}) > 2.5 * 64

@@ -121,9 +121,9 @@ class Bridge:
         """Send all engines the tensors that weights.engine_weights yields. A collective of the trainers."""
         named_tensors = iter(named_tensors)
         chunk = dict(itertools.islice(named_tensors, TOGETHER))
-        sums = None
+        sums = {}
         while chunk:
-            sums = chunk.pop(SUMS, None)                        # they come last
+            sums = chunk.pop(SUMS, {})                          # they come last
             if chunk and self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for tensor in chunk.values()]).to(self.device)
                 shapes = {name: tensor.shape for name, tensor in chunk.items()}

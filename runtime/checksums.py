@@ -59,11 +59,13 @@ def load_checked(load, named_tensors, version):
 def reload_vllm(llm, named_tensors, ranks, has_head):
     """Let a vllm.LLM load weights; return {name: checksum} of the tensors that it has written.
 
+    ranks: how many ranks share the engine. has_head: whether vLLM takes a head at all.
+
     vLLM joins and cuts what it gets, and may pack it, so it cannot be read back. But before it loads a
     tensor, it calls the weight loader on a parameter without numbers, to count the elements that the loader
-    copies. These counts are seen here. If no other of the `ranks` shares the engine, they have to be the
-    whole tensor. Biases, which vLLM 0.25 does not count, and heads, which it may leave out if they are tied,
-    need not be counted. has_head: whether vLLM takes a head at all.
+    copies. These counts are seen here. On one rank they have to be the whole tensor, on several a part of
+    it. Biases, which vLLM 0.25 does not count, and heads, which it may leave out if they are tied, need not
+    be counted.
     """
     from vllm.model_executor.model_loader.reload import layerwise
     count = layerwise.get_numel_loaded

@@ -48,11 +48,11 @@ SMALL = {"model": MODEL, "out_dir": RUN, "reward": f"{WORK}/letters.py:score", "
          "save_interval": 1, "keep_checkpoints": 2, "eval_interval": 0}
 SCRIPTS = {"grpo": {}, "dapo": {"max_num_gen_batches": 2}, "ppo": {"critic_warmup_steps": 1},
            "async": {"max_staleness": 1}}
-# Operations whose failure needs no message: an old checkpoint stays until the next save, or a part of it that is no
-# checkpoint any more; a folder is there already; nobody says of a new folder of one's own that it may not be read.
-# Of the files that libraries in Rust write nobody learns that they could not be closed. Only network file systems
-# write that late.
-SILENT = (r"rename /checkpoint-1|\w+ /checkpoint\.old\b.*|mkdir /checkpoint\.part.*|list /checkpoint\.part.*"
+# Operations whose failure needs no message, and "none", if a save has fewer operations this time: an old checkpoint
+# stays until the next save, or a part of it that is no checkpoint any more; a folder is there already; nobody says
+# of a new folder of one's own that it may not be read. Of the files that libraries in Rust write nobody learns that
+# they could not be closed. Only network file systems write that late.
+SILENT = (r"none|rename /checkpoint-1|\w+ /checkpoint\.old\b.*|mkdir /checkpoint\.part.*|list /checkpoint\.part.*"
           r"|close /checkpoint\.part/.*(\.safetensors|tokenizer\.json)")
 LETTERS = """
 def score(prompts, completions, **_):
@@ -227,7 +227,7 @@ def fork_points(every, points_file):
                 return
             code = wait(pid)
             with open(points_file, "a") as file:
-                point = result_of(0, number, fault, [code], (WORK / "said").read_text())
+                point = result_of(0, number, fault, log, [code], (WORK / "said").read_text())
                 file.write(json.dumps(point) + "\n")
         shutil.rmtree(before)
         os._exit(0)
@@ -250,14 +250,18 @@ def points_of(every, rank=0):
                 yield number, fault, WORK / "again"
 
 
-def result_of(rank, number, fault, codes, text):
+def result_of(rank, number, fault, log, codes, text):
     """Keep the state of the folder, and return what is known of a point."""
+    # Who makes a folder first, and how often TensorBoard's thread writes, may differ from save to save.
+    operations = log.read_text().splitlines()
+    operation = operations[number - 1] if 0 < number <= len(operations) else "none"
     state = files_of(RUN)
     digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
     kept = WORK / "states" / digest
     if not kept.exists():
         shutil.copytree(RUN, kept, ignore=shutil.ignore_patterns(".lock"))
-    return {"rank": rank, "number": number, "fault": fault, "codes": codes, "text": text, "state": digest}
+    return {"rank": rank, "number": number, "fault": fault, "operation": operation, "codes": codes, "text": text,
+            "state": digest}
 
 
 def run_points(name, ranks, every, points_file):
@@ -275,7 +279,7 @@ def run_points(name, ranks, every, points_file):
             restore(before)
             codes, text = run(name, ranks, at_end_of_step(act), resume="auto")
             with open(points_file, "a") as file:
-                file.write(json.dumps(result_of(failing, number, fault, codes, text)) + "\n")
+                file.write(json.dumps(result_of(failing, number, fault, log, codes, text)) + "\n")
     shutil.rmtree(before)
 
 
@@ -299,8 +303,7 @@ def message_problem(point):
     if point["fault"] in ("kill", "torn", ""):
         return ""
     if set(point["codes"]) == {0}:
-        operation = operations_of(point["rank"])[point["number"] - 1]
-        return "" if re.fullmatch(SILENT, operation) else "no message"
+        return "" if re.fullmatch(SILENT, point["operation"]) else "no message"
     # A rank that has written its part may have ended before; one that waits for the others loses them.
     if not set(point["codes"]) <= {0, 1, 2} or 2 not in point["codes"]:
         return f"exit codes {point['codes']}: {point['text'][-300:]}"
@@ -377,14 +380,13 @@ def try_script(name, ranks, every):
             problems += [(point, "the other run was touched") for point in same]
             add_others()
     end = time.monotonic()
-    faults = Counter(point["fault"] for point in points if point["fault"])
+    faults = Counter(point["fault"] for point in points if point["operation"] != "none")
     operations = [len(operations_of(rank)) for rank in range(ranks)]
     print(f"train_{name}.py on {ranks} rank(s): {sum(operations)} operations, {faults.total()} points "
           f"({', '.join(f'{count} {fault}' for fault, count in faults.items())}) in {middle - started:.0f} s, "
           f"{len(by_state)} states of the folder, resumed in {end - middle:.0f} s; {len(problems)} problems")
     for point, problem in problems:
-        operation = operations_of(point["rank"])[point["number"] - 1] if point["number"] else "none"
-        print(f"    rank {point['rank']}, {point['number']} {point['fault']} {operation}: {problem}")
+        print(f"    rank {point['rank']}, {point['number']} {point['fault']} {point['operation']}: {problem}")
     return problems
 
 

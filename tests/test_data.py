@@ -1093,6 +1093,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(load_prompts, tmp_path)
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         shown = note.split("\n    ")[1:-1]
         assert note.endswith("and its answer is '4'")
+        assert not any("\n" in line for line in shown)          # each is indented
         assert "\n".join(shown) == (rendered if len(rendered) <= 1000 else f"... {rendered[-1000:]}")
     path = write(tmp_path / "rows.jsonl", {"prompt": "2+2 ="})
     settings = {"task": "file", "train_file": path, "eval_file": path}

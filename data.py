@@ -304,11 +304,11 @@ def is_answer(value):
 
 
 def files_of(setting):
-    # Returns the names of all files that train_file or eval_file stands for: files, folders, patterns and
-    # files of the hub, with commas between them. Those of a folder or a pattern are sorted. What is no file
-    # stays as it is, and read_rows refuses it.
+    # Returns the names of all files that the setting train_file or eval_file stands for: files, folders,
+    # patterns and files of the hub, with commas between them. Those of a folder or of a pattern are sorted.
+    # What is no file stays as it is, and read_rows refuses it. An empty setting goes by the name of both.
     files = []
-    for part in specs(setting) or [setting]:
+    for part in specs(setting) or ["train_file or eval_file"]:
         path = os.path.expanduser(part)
         matches = []
         if os.path.isdir(path):
@@ -320,11 +320,10 @@ def files_of(setting):
 
 
 def sources_of(files):
-    # Returns the source for the rows of each file that have none: the path below the folder that all files
+    # Returns for each file the source of its rows that name none: its path below the folder that all files
     # share, without the number of a shard. It is None if it would be the same for all files.
-    paths = [*map(os.path.abspath, files)]
-    shared = os.path.commonpath(paths)
-    sources = [re.sub(r"(-\d+-of-\d+.*)?\.\w+$", "", os.path.relpath(path, shared)) for path in paths]
+    shared = os.path.commonpath(map(os.path.abspath, files))
+    sources = [re.sub(r"(-\d+-of-\d+.*)?\.\w+$", "", os.path.relpath(file, shared)) for file in files]
     if len({*sources}) == 1:
         return [None] * len(files)
     return sources
@@ -336,8 +335,8 @@ def read_rows(name):
     if name.startswith("hf://datasets/"):
         path = hub_file(name)
     if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
-        raise ValueError(f"{name or 'train_file or eval_file'}: no such file of .jsonl, .json or .parquet, "
-                         "nor a folder or a pattern of such files, which commas separate")
+        raise ValueError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
+                         "such files, which commas separate")
     with naming(name), open(path, "rb") as file:
         if path.endswith(".parquet"):
             rows = parquet_rows(file)

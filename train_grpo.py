@@ -42,7 +42,7 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
-eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's rows
+eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
 reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together

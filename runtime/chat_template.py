@@ -213,9 +213,10 @@ def broken_up(text, tokenizer, control_ids, mark):
 def result_of(value):
     """Return what a tool returned as the content of a message, for the policy and for rewards.
 
-    A list or an object stays one, with values that JSON has. Anything else becomes text.
+    A list or an object stays one, with values that JSON has. What a client of an MCP server returns becomes
+    the list of its blocks. Anything else becomes text.
     """
-    if isinstance(getattr(value, "content", None), list):       # from a client of an MCP server
+    if isinstance(getattr(value, "content", None), list):
         value = value.content
     if isinstance(value, (list, dict)):
         # What is nested so deeply that others could not copy it becomes text as well.
@@ -234,7 +235,7 @@ def fields_or_text(value):
 def text_in(content):
     """Return the content of a message as the policy reads it: blocks of text are joined, as in TRL.
 
-    The result of a tool of an MCP server has its blocks in a field "content".
+    A dict with which an MCP server answers has its blocks in "content".
     """
     blocks = content
     if isinstance(content, dict):

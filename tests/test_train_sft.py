@@ -3,14 +3,18 @@ import json
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from runs import begin, forked, lines, refused, train, with_defaults, without_times
+import config.shared
 from bench import worked
+from examples import load_examples
+from runs import begin, forked, lines, refused, train, with_defaults, without_times
+from runtime.model_folder import load_tokenizer
 from tasks.reasoning_gym import full_marks, gym_rows
 from tiny import pretrain
 
@@ -118,21 +122,21 @@ def test_loss_and_gradient_are_those_of_a_loop_over_turns(folder, rows, tmp_path
 
 
 def test_a_run_that_is_killed_or_stopped_goes_on_with_the_same_figures(folder, tmp_path):
-    command = ["train_sft.py", f"--model={folder}", *with_defaults(["--max_steps=40", "--eval_interval=16"], SMALL)]
+    command = ["train_sft.py", f"--model={folder}", *with_defaults(["--max_steps=24", "--eval_interval=10"], SMALL)]
     forked(tmp_path / "log", *command, f"--out_dir={tmp_path}/whole")
     again = [*command, f"--out_dir={tmp_path}/run", "--resume=auto"]
     # The first kill may fall into a save. After the other signal the run saves, and says so.
-    for number, steps in ((signal.SIGKILL, 4), (signal.SIGTERM, 20)):
+    for number, steps in ((signal.SIGKILL, 4), (signal.SIGTERM, 14)):
         [process] = begin(tmp_path / "log", *again)
         while len(lines(tmp_path / "run")) < steps and process.is_alive():
             process.join(0.01)
         os.kill(process.pid, number)
         process.join()
-        assert len(lines(tmp_path / "run")) < 40
+        assert len(lines(tmp_path / "run")) < 24
     assert "stopped by a signal after" in (tmp_path / "log").read_text()
     forked(tmp_path / "log", *again)
     whole = without_times(lines(tmp_path / "whole"))
-    assert without_times(lines(tmp_path / "run")) == whole and [line["step"] for line in whole] == [*range(41)]
+    assert without_times(lines(tmp_path / "run")) == whole and [line["step"] for line in whole] == [*range(25)]
     assert whole[-1]["eval/token_loss"] < whole[0]["eval/token_loss"] - 0.1
 
 
@@ -179,23 +183,41 @@ CASES = {
     "another beginning": (GOOD, DROPS.replace("endfor %}{%", "endfor %}{{ messages | length }}{%"), "does not say")}
 
 
+def load(folder, path, rows, template):
+    """What load_examples makes of a file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SimpleNamespace(**{key: value for key, value in vars(config.shared).items() if key[0] != "_"})
+    for key, value in {"task": "file", "train_file": str(path), "eval_file": str(path), "seed": 0,
+                       "max_prompt_length": 64, "max_completion_length": 64}.items():
+        setattr(settings, key, value)
+    tokenizer = load_tokenizer(folder, settings=settings)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return load_examples(SimpleNamespace(settings=settings, tokenizer=tokenizer, tools=None,
+                                         eos_ids=[tokenizer.eos_token_id]), "train")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_templates_that_cannot_be_learned_are_refused(folder, tmp_path, case):
     row, template, message = CASES[case]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (GOOD, row)))
-    (tmp_path / "template.jinja").write_text(template)
-    more = [f"--chat_template={tmp_path}/template.jinja"] if template else []
-    refused([f"--model={folder}", "--task=file", f"--train_file={tmp_path}/rows.jsonl",
-             f"--eval_file={tmp_path}/rows.jsonl", "--reward=none", *more], message, tmp_path, script="train_sft.py")
+    with pytest.raises(ValueError, match=message):
+        load(folder, tmp_path / "rows.jsonl", [GOOD, row], template)
 
 
-def test_rows_that_are_all_too_long_and_a_missing_answer_are_refused(folder, tmp_path):
+def test_rows_that_are_too_long_are_left_out(folder, tmp_path):
+    long = GOOD | {"completion": "x" * 128}
+    prompts, _, examples = load(folder, tmp_path / "rows.jsonl", [long, GOOD, long], "")
+    assert len(prompts.rows) == 3 and [len(turns) for turns in examples] == [1]
+    with pytest.raises(ValueError, match="each of 1 train rows has more tokens"):
+        load(folder, tmp_path / "others.jsonl", [long], "")
+
+
+def test_a_run_without_an_answer_to_score_by_or_with_a_bad_row_ends_with_one_line(folder, tmp_path):
     rows = tmp_path / "rows.jsonl"
     file = [f"--model={folder}", "--task=file", f"--train_file={rows}", f"--eval_file={rows}"]
-    rows.write_text(json.dumps(GOOD | {"completion": "x" * 128}))
-    refused([*file, "--reward=none"], "each of 1 train rows has more tokens", tmp_path, script="train_sft.py")
     rows.write_text(json.dumps(GOOD))
     refused(file, "answer", tmp_path, script="train_sft.py")
+    rows.write_text("\n".join(map(json.dumps, [GOOD, {"prompt": "1+1="}])))
+    refused([*file, "--reward=none"], "rows.jsonl:2: there is nothing to learn", tmp_path, script="train_sft.py")
 
 
 def test_worked_answers_for_a_real_model_are_right():

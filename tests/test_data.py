@@ -256,6 +256,12 @@ def test_file_errors(tmp_path, name, content, message):
         rows_of("train", 0, train_file=str(path))
 
 
+def test_the_first_row_without_an_answer_is_named(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD, {"prompt": "1+1?"}, {"prompt": "1+2?"}, GOOD)
+    with pytest.raises(ValueError, match=f"^{path}:2: no answer in "):
+        data.file_rows(path)
+
+
 def test_parquet_errors_name_the_row(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet

@@ -180,7 +180,7 @@ CASES = {
     "a thought is dropped": (THOUGHTFUL, DROPS.replace("loop.last or ", ""),
                              "rows.jsonl:2: the chat template does not say which tokens are the assistant's"),
     "no end": (GOOD, DROPS.replace("<|end|>", ""), "rows.jsonl:1: the chat template does not say"),
-    "another beginning": (GOOD, DROPS.replace("endfor %}{%", "endfor %}{{ messages | length }}{%"), "does not say")}
+    "another beginning": (GOOD, "{{ messages | length }}" + DROPS, "rows.jsonl:1: the chat template does not say")}
 
 
 def load(folder, path, rows, template):

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import rollout
 from runtime import distributed
-from runtime.checksums import SUMS
+from weights import SUMS
 
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)

@@ -42,10 +42,10 @@ from transformers import AutoConfig, DynamicCache
 
 from runtime import distributed
 from runtime.checkpoint import json_text
-from runtime.checksums import checksum, load_checked, reload_vllm
 from runtime.model_folder import model_class
 from runtime.logprobs import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
+from weights import checksum, load_checked, reload_vllm
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"

@@ -9,7 +9,7 @@ Supervised fine-tuning, a whole run in one file: a warm start, from which train_
 RL makes what a model samples now and then more frequent. What it never samples has to be shown to it first.
 The loss is the mean of -logp over all tokens that the assistant says in a step's rows; all others are only
 read. The loop is train_grpo.py's without rollout, reward and advantage: it trains on examples, which have the
-form of rollouts (examples.py). Without arguments it teaches the model in tiny/ to work out algebra in steps.
+form of rollouts (tasks/examples.py). Without arguments the model in tiny/ learns to do algebra in steps.
 """
 import math
 
@@ -21,17 +21,17 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from examples import load_examples
 from model import (deal_to_ranks, gathered_logprobs, load_policy, make_optimizer, micro_batches, open_folders,
                    set_rates)
 from runtime.run import Run
+from tasks.examples import load_examples
 from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 task = "algebra"                # algebra, compose, gsm8k, or file for your own rows, with their answers
-train_file = ""                 # the JSONL, JSON or parquet file with the rows of task=file
-eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
+train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
+eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
 reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together

@@ -2,9 +2,12 @@
 Weights from the trainer to the engine, and whether they arrived.
 
     full_weights       the parameters of a sharded network, whole, one after the other
-    engine_weights     what an engine is handed: the trained weights, under the names that it knows them by
-    compare_logprobs   compares the engine's logprobs with the trainer's, and stops a run whose engine has
-                       other weights
+    engine_weights     what an engine is handed: the trained weights, under the names that it knows them by,
+                       and at the end their checksums
+    load_checked       lets an engine load them, and stops the run if it then has others
+    reload_vllm        lets vLLM load them, and says what it has written
+    compare_logprobs   compares the engine's logprobs with the trainer's, and stops a run whose engine
+                       computes another model
 """
 import math
 
@@ -12,7 +15,8 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime import distributed
-from runtime.checksums import SUMS, checksum
+
+SUMS = "checksums"              # the name that weights.engine_weights gives to its last pair
 
 
 def full_weights(network):
@@ -65,6 +69,86 @@ def trained_weights(policy, dtype, remove_duplicate):
         if parameter.requires_grad:
             # The cast comes before the gather, so that there is less to send.
             yield name, parameter.detach().to(dtype).full_tensor()
+
+
+def checksum(tensor):
+    """Return the sum of a tensor's bits, read as whole numbers, modulo 2 ** 64, as an int.
+
+    If the rows, along the last dimension, consist of whole words of 8 bytes, the numbers are these words,
+    which PyTorch adds forty times as fast as shorter ones. Otherwise, and in a vector, each element is one.
+    So the checksums of pieces add up to that of the whole, modulo 2 ** 64, if the cuts are between rows, or
+    between words of rows, or anywhere in a vector. Numbers that change places inside a tensor are not seen.
+    """
+    tensor = tensor.contiguous()
+    if tensor.storage_offset() % 8:         # in a message a tensor may begin in the middle of a word
+        tensor = tensor.clone()
+    size = tensor.element_size()
+    if tensor.ndim > 1 and tensor.shape[-1] * size % 8 == 0:
+        size = 8
+    return tensor.view(getattr(torch, f"int{8 * size}")).sum().item()
+
+
+def load_checked(load, named_tensors, version):
+    """Let an engine load what weights.engine_weights yields. Raise RuntimeError if it then has other weights.
+
+    load(named_tensors) loads, and returns {name: checksum} of the tensors that the engine has got.
+    """
+    sums = {}                               # {name: checksum} of the trainer's tensors, once they have come
+
+    def tensors():
+        for name, tensor in named_tensors:
+            if name == SUMS:
+                sums.update(tensor)
+            else:
+                yield name, tensor
+
+    stream = tensors()
+    held = load(stream)
+    for _ in stream:                        # the sums come last, even if the engine has not taken everything
+        pass
+    wrong = [name for name in sums if held.get(name) != sums[name]]
+    if wrong or not sums:
+        raise RuntimeError(
+            f"the sync of version {version} has failed: the trainer has {len(sums)} weights, the engine got "
+            f"{len(held)}, and these are missing or differ: {wrong[:8]}. If none is named, the weights broke "
+            "off before the trainer's list of them came")
+
+
+def reload_vllm(llm, named_tensors, ranks, has_head):
+    """Let a vllm.LLM load weights; return {name: checksum} of the tensors that it has written.
+
+    ranks: how many ranks share the engine. has_head: whether vLLM takes a head at all.
+
+    vLLM joins and cuts what it gets, and may pack it, so it cannot be read back. But before it loads a
+    tensor, it calls the weight loader on a parameter without numbers, to count the elements that the loader
+    copies. These counts are seen here. On one rank they have to be the whole tensor, on several a part of
+    it. Biases, which vLLM 0.25 does not count, and heads, which it may leave out if they are tied, need not
+    be counted.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+    count = layerwise.get_numel_loaded
+    copied = []                             # how many elements each loader has copied of the newest tensor
+    held = {}
+
+    def watched_count(*arguments):
+        elements, result = count(*arguments)
+        copied.append(elements)
+        return elements, result
+
+    def tensors():
+        for name, tensor in named_tensors:
+            copied.clear()
+            # A tensor that comes twice would fail in vLLM, and here the one that is missing gets named.
+            if name not in held and (has_head or "lm_head." not in name):
+                yield name, tensor
+            enough = tensor.numel() if ranks == 1 else 1
+            if sum(copied) >= enough or name.endswith(("bias", "lm_head.weight")):
+                held[name] = checksum(tensor)
+
+    layerwise.get_numel_loaded = watched_count
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+    layerwise.get_numel_loaded = count
+    return held
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):

@@ -13,10 +13,9 @@ from runtime import distributed
 import torch
 
 import rollout
-import weights
 from configurator import configure
 from model import load_policy
-from runtime import checksums
+import weights
 from runtime.model_folder import check_trainable
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"
@@ -29,11 +28,11 @@ settings = configure(globals())
 path, kind = check_trainable(settings.model, length=64), getattr(torch, dtype)
 policy = load_policy(path, mesh, kind)
 sampler = rollout.engine_class(engine)(path, kind, 64, [0], 0.4)
-checksum = checksums.checksum
+checksum = weights.checksum
 seconds = {True: [], False: []}
 for version in range(syncs):
     for summed in seconds:
-        for module in (weights, rollout, checksums):
+        for module in (weights, rollout):
             module.checksum = checksum if summed else lambda tensor: 0
         began = time.perf_counter()
         sampler.load_weights(weights.engine_weights(policy, sampler.naming, kind), version)

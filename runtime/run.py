@@ -287,7 +287,8 @@ class Run:
     def end_step(self, rollouts, group_std=None):
         """Write the figures of a step's rollouts, of all ranks, and some samples.
 
-        group_std: of losses.py, or None if the rollouts are examples.py's, which nobody sampled and scored.
+        group_std: of losses.py, or None if the rollouts are those of tasks/examples.py, which nobody sampled
+        and scored.
         """
         log = self.log
         step = self.state["step"]

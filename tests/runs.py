@@ -112,7 +112,7 @@ def run_in_child(script, arguments, log, env, forbidden, errors, keep=False, roo
 
 def announced(named_tensors):
     """What weights.engine_weights yields: these tensors, and then what proves that they have arrived."""
-    from runtime.checksums import SUMS, checksum
+    from weights import SUMS, checksum
     sums = {}
     for name, tensor in named_tensors:
         sums[name] = checksum(tensor)

@@ -8,8 +8,7 @@ import torch
 import rollout
 import runs
 from model import load_policy
-from runtime.checksums import checksum
-from weights import engine_weights
+from weights import checksum, engine_weights
 
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import config.shared
 from bench import worked
-from examples import load_examples
+from tasks.examples import load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer
 from tasks.reasoning_gym import full_marks, gym_rows

@@ -693,6 +693,8 @@ class HubAnswers(http.server.BaseHTTPRequestHandler):
         elif path == "/api/datasets/owner/rows/tree/main":
             body = json.dumps([{"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
                                for name, content in HUB_FILES.items()]).encode()
+        elif path.endswith("/main/"):
+            status = 400                                        # an empty name of a file is asked for nowhere
         else:
             status = 404
             headers["X-Error-Code"] = "EntryNotFound" if "owner/rows" in path else "RepoNotFound"

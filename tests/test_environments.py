@@ -493,7 +493,7 @@ def test_functions_are_tools_without_a_class(write):
     # With a class they stand before its methods.
     both = player(f"{source}:Desk", tools=f"{source}:add")
     names = [tool["function"]["name"] for tool in both.tools]
-    assert names == ["add", "blocks", "count", "rows", "table"]
+    assert names == ["add", "blocks", "count", "of_a_client", "of_a_server", "of_an_older_client", "picture", "rows", "table"]
     (r,), _ = played(both, [[call("add", '{"a": 2}') + call("count") + "<|end|>", "5<|end|>"]])
     assert [m["content"] for m in r.completion if m["role"] == "tool"] == ["2", "0"]
 

@@ -43,9 +43,10 @@ def examples_of(row, player):
 
     A turn is what the chat template adds when the turn is put behind the messages before it, up to its end
     token. So a model learns it behind the tokens behind which it will have to find it, also where the
-    template drops the thoughts of a turn that others follow. A prompt that is a string, or that chat=False
-    makes one, is followed by the answer as it stands and by the first of the eos_ids. Raises ValueError if
-    the template leaves out a part of a turn or its end token, or changes what is before it.
+    template drops the thoughts of a turn that others follow. A prompt that is a string, that chat=False makes
+    one, or that ends with the beginning of an answer, is followed by the answer as it stands and by the first
+    of the eos_ids. Raises ValueError if answer_of does, and if the template leaves out a part of a turn or
+    its end token, or changes what is before the turn.
     """
     s = player.settings
     tokenizer = player.tokenizer

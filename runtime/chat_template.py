@@ -125,8 +125,16 @@ class Template:
         Its content becomes text.
         """
         message = message | {"content": self.defused(text_in(message["content"]))}
-        # Some control tokens contain double quotes. repr leaves these as they are, and JSON does not.
-        return ast.literal_eval(self.defused(repr(message)))
+        calls = []
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            # Some control tokens contain double quotes. repr leaves these as they are, and JSON does not.
+            arguments = ast.literal_eval(self.defused(repr(function["arguments"])))
+            function = {"name": self.defused(function["name"]), "arguments": arguments}
+            calls.append(call | {"function": function})
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""

@@ -59,8 +59,10 @@ import torch
 import configurator
 import data
 import rollout
+from runs import announced
 from runtime import checkpoint, metrics
 from runtime.user_code import Failed, TimeUp
+from weights import checksum
 
 MANY = 100_000                  # a schedule with that many switches goes round in circles
 END = 1                         # the token that ends an answer
@@ -595,6 +597,7 @@ class SimulatedEngine(rollout.VLLMEngine):
         self.steps += 1
 
     def _load(self, named_tensors):
+        named_tensors = [*named_tensors]
         names = [name for name, _ in named_tensors]
         expected = [f"weight{i}" for i in range(self.world.plan.tensors)]
         require(names == expected, f"version {self.version} comes with {len(names)} tensors of", len(expected))
@@ -603,6 +606,7 @@ class SimulatedEngine(rollout.VLLMEngine):
                 f"version {self.version} was announced, and other weights were loaded:", values)
         [self.value] = values
         self.world.note(f"{self.process.name} loads version {self.version}")
+        return {name: checksum(tensor) for name, tensor in named_tensors}
 
     def _sleep(self):
         pass
@@ -1025,11 +1029,14 @@ class Modules:
                                "eval", (step, step))
             return {}
 
-        def engine_weights(policy, naming, dtype):
+        def tensors(policy):
             for i in range(world.plan.tensors):
                 if i % 8 == 0:
                     distributed.gathered([0])
                 yield f"weight{i}", torch.full((1 + i % 2,), float(policy.value))
+
+        def engine_weights(policy, naming, dtype):
+            yield from announced(tensors(policy))
 
         def load_engine(s, start, *_, apart):
             process.ready = True
@@ -1323,7 +1330,7 @@ FAULTS = (
      "            self.arrived.get()\n            arrived, named_tensors = self.arrived.get()"),
     ("weights are announced before they are sent", "placement.py",
      "        named_tensors = iter(named_tensors)\n",
-     "        named_tensors = iter(named_tensors)\n        self.tell((\"complete\", version))\n"),
+     "        named_tensors = iter(named_tensors)\n        self.tell((\"complete\", version, {}))\n"),
     ("weights are announced before the last of them is heard", "placement.py",
      "                if kind == \"tensors\":\n                    shapes, dtype = details\n",
      "                if kind == \"tensors\":\n                    shapes, dtype = details\n"

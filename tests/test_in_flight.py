@@ -263,7 +263,8 @@ def test_vllm_says_so_if_its_cache_stays(vllm, monkeypatch):
 
 # ---------------------------------------------------------------- groups that outlast a step
 
-SAMPLING = SETTINGS | {"max_completion_length": 24, "temperature": 1.0, "seed": 0, "vllm_tensor_parallel_size": 1}
+SAMPLING = SETTINGS | {"max_completion_length": 24, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+                       "seed": 0, "vllm_tensor_parallel_size": 1}
 
 
 def samplers(engine):

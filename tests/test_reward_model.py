@@ -194,7 +194,7 @@ def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     scorer, rows = scorer_of(judge), ROWS[:3]
     rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
                                 logprobs=[-1.0], finish_reason="stop", ids=np.array([5]), problem="",
-                                spans=np.array([[0, 1]]), versions=((0, 0),)) for row in rows]
+                                spans=np.array([[0, 1]]), sampled_by={0}) for row in rows]
     scorer.check_rewards(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)

@@ -191,8 +191,8 @@ def test_truncated_sampling_reports_the_truncated_distribution(engine, model, to
 def test_tokens_that_tie_are_known(engine, model):
     """Each logit occurs three times. vLLM keeps all three at the last place of top_k, the plain engine one or two."""
     head = model.get_input_embeddings().weight.detach()
-    load = lambda version: engine.load_weights(
-        ((name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False)), version)
+    load = lambda version: engine.load_weights(announced(
+        (name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False)), version)
     before = head.clone()
     head.copy_(head[torch.arange(len(head)) // 3 * 3])
     load(1)

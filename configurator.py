@@ -195,6 +195,7 @@ POSITIVE = """num_generations prompts_per_step max_completion_length token_budge
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
+    weight_decay adam_beta1 adam_beta2
     top_k min_p epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
     max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness
     train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
@@ -235,6 +236,8 @@ RULES = (
     # updates
     (lambda num_mini_batches, prompts_per_step, num_generations:
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
+    (lambda adam_beta1, adam_beta2: max(adam_beta1, adam_beta2) < 1,
+     " and adam_beta2={adam_beta2}: both must be below 1"),
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",

@@ -426,15 +426,17 @@ def rms_norm(part, hidden):
     return F.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
 
 
-def make_optimizer(network, learning_rate, offload_optimizer):
+def make_optimizer(network, learning_rate, settings):
     """Return AdamW for the parameters of a network.
 
-    offload_optimizer: keep the moments in host memory except while the optimizer steps. Adam's moments are 8
-    bytes per parameter, spread over the ranks. The GPU then has that memory for activations and the engine;
-    the moments cross the bus twice per update.
+    settings: a script's, of which this reads weight_decay, adam_beta1, adam_beta2 and offload_optimizer. The
+    last one keeps the moments in host memory except while the optimizer steps. Adam's moments are 8 bytes per
+    parameter, spread over the ranks. The GPU then has that memory for activations and the engine; the moments
+    cross the bus twice per update.
     """
-    optimizer = torch.optim.AdamW(network.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.0,
-                                  fused=True)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), learning_rate, (settings.adam_beta1, settings.adam_beta2),
+        weight_decay=settings.weight_decay, fused=True)
     device = next(network.parameters()).device
 
     def move(target, *_):
@@ -442,7 +444,7 @@ def make_optimizer(network, learning_rate, offload_optimizer):
             for name in state.keys() - {"step"}:
                 state[name] = state[name].to(target)
 
-    if offload_optimizer:
+    if settings.offload_optimizer:
         to_host = functools.partial(move, "cpu")
         optimizer.register_step_pre_hook(functools.partial(move, device))
         optimizer.register_step_post_hook(to_host)

@@ -154,7 +154,7 @@ with input_errors():
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
+optimizer = make_optimizer(policy, learning_rate, settings)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 bridge.take("ready", 0)                                         # waits until all engines are made
 # begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.

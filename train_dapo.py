@@ -118,7 +118,7 @@ with input_errors():                                            # a ValueError b
                          sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
-optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
+optimizer = make_optimizer(policy, learning_rate, settings)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 # begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{num_mini_batches} optimizer step(s)")

@@ -109,8 +109,8 @@ with input_errors():                                            # a ValueError b
                          sequence_group)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
-optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
-critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimizer)
+optimizer = make_optimizer(policy, learning_rate, settings)
+critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
 # These are by subfolder of a checkpoint; "" is the checkpoint's own folder.
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
 # begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.

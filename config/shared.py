@@ -20,6 +20,9 @@ lora_rank = 0                   # train adapters of this rank and nothing else, 
                                 # rate (docs/lora.md); 0 trains all weights
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
 lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
+weight_decay = 0.0              # an update takes learning_rate * weight_decay of each trained weight off it
+adam_beta1 = 0.9                # AdamW's mean of the gradients keeps this part of itself in an update,
+adam_beta2 = 0.95               # and its mean of their squares this part. PPO's critic has all three as well
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
 dtype = "auto"                  # float32, bfloat16, float16 (with a loss scale), or auto: bfloat16 on CUDA;
                                 # master weights are float32
@@ -35,4 +38,6 @@ eval_samples = 4                # completions per held-out prompt: k in mean@k, 
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; of those that were saved, the one with the
                                 # best evaluation is also kept
+save_rollouts = False           # write all rollouts of each step to rollouts/ in the run's folder, as parquet
+                                # files (docs/metrics.md)
 # ------------------------------------------------------------------------------------------------------------

@@ -380,12 +380,22 @@ def test_an_import_must_not_overwrite_what_stands_above_it(import_run, capsys):
     assert "train.py: `from common import *` overwrites max_steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["train_prompts", "eval_prompts", "learning_rate"])
+@pytest.mark.parametrize("key", ["train_prompts", "eval_prompts", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"])
 def test_numbers_that_must_not_be_negative(capsys, key):
     check_values(SimpleNamespace(**{key: 0}, mine=-1))
     with pytest.raises(SystemExit):
         check_values(SimpleNamespace(**{key: -1}))
     assert capsys.readouterr().err.endswith(f": {key}=-1: must not be negative\n")
+
+
+@pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2"])
+def test_a_mean_that_would_never_move_is_refused(capsys, key):
+    betas = {"adam_beta1": 0.0, "adam_beta2": 0.999}
+    check_values(SimpleNamespace(**betas))
+    with pytest.raises(SystemExit):
+        check_values(SimpleNamespace(**betas | {key: 1.0}))
+    message = capsys.readouterr().err
+    assert f"{key}=1.0" in message and message.endswith(": both must be below 1\n")
 
 
 RECIPES = sorted(Path(__file__).parents[1].glob("config/*/*.py"))

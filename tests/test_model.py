@@ -2,6 +2,7 @@
 import functools
 import random
 from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -411,13 +412,32 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
             loss.sum().item()
 
 
+def test_the_optimizer_is_adamw_with_the_settings():
+    """Against its formula in loops; a weight without a gradient stays."""
+    decay, beta1, beta2, rate = 0.3, 0.7, 0.8, 0.05
+    network = torch.nn.ParameterList([torch.tensor([0.5, -2.0]), torch.tensor([1.0])])
+    optimizer = make_optimizer(network, rate, SimpleNamespace(
+        weight_decay=decay, adam_beta1=beta1, adam_beta2=beta2, offload_optimizer=False))
+    weights, means, squares = [0.5, -2.0], [0.0, 0.0], [0.0, 0.0]
+    for step, gradients in enumerate([[0.1, -0.2], [-0.4, 0.0], [0.3, 0.6]], 1):
+        network[0].grad = torch.tensor(gradients)
+        optimizer.step()
+        for i, gradient in enumerate(gradients):
+            means[i] = beta1 * means[i] + (1 - beta1) * gradient
+            squares[i] = beta2 * squares[i] + (1 - beta2) * gradient ** 2
+            unbiased = means[i] / (1 - beta1 ** step), squares[i] / (1 - beta2 ** step)
+            weights[i] -= rate * (decay * weights[i] + unbiased[0] / (unbiased[1] ** 0.5 + 1e-8))
+        assert network[0].tolist() == pytest.approx(weights, rel=1e-5) and network[1].item() == 1
+
+
 def test_moments_are_in_host_memory_except_during_the_step():
     moments = lambda: {optimizer.state[weight][name].device.type for name in ("exp_avg", "exp_avg_sq")
                        if weight in optimizer.state}
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(3, 4, device="cuda:0"))
         network, seen = torch.nn.ParameterList([weight]), []
-        optimizer = make_optimizer(network, 1e-3, offload_optimizer=True)
+        optimizer = make_optimizer(network, 1e-3, SimpleNamespace(
+            weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, offload_optimizer=True))
         optimizer.register_step_pre_hook(lambda *_: seen.append(moments()))
         for _ in range(2):
             weight.grad = torch.empty_like(weight)

@@ -285,7 +285,8 @@ class Run:
         return False
 
     def end_step(self, rollouts, group_std=None):
-        """Write the figures of a step's rollouts, of all ranks, and some samples.
+        """Write the figures of a step's rollouts, of all ranks, and some samples, or with save_rollouts all
+        rollouts.
 
         group_std: of losses.py, or None if the rollouts are those of tasks/examples.py, which nobody sampled
         and scored.
@@ -295,6 +296,10 @@ class Run:
         G = self.settings.num_generations
         samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
+        if self.settings.save_rollouts and log.master:
+            from runtime import rollout_files
+            with log.timed("save_rollouts"), input_errors():
+                rollout_files.write(self.out_dir, step, rollouts)
         seconds = time.perf_counter() - log.started
         self.state["step"] += 1
         self.state["num_tokens"] += num_tokens

@@ -119,13 +119,14 @@ def test_the_metrics_of_episodes():
     assert rollout_metrics([episode(1, "stop")], 1, group_std, 1)["tools/failure_frequency"] == 0.0
 
 
-def end_step(log, rollouts, n=2):
+def end_step(log, rollouts, n=2, keep=False):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
     state = {"step": log.metrics["step"], "num_tokens": 100, "first_gap": None}
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
     run = SimpleNamespace(log=log, state=state, run_keys={*state}, first_step=-1, world_size=1,
                           engine=SimpleNamespace(allocated=0),
-                          settings=SimpleNamespace(num_generations=n), tokenizer=numbers)
+                          settings=SimpleNamespace(num_generations=n, save_rollouts=keep), tokenizer=numbers,
+                          out_dir=log.out_dir)
     Run.end_step(run, rollouts, group_std)
     return run.state
 
@@ -185,6 +186,43 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
         "script": "test_run_log.py", "max_steps": 3, "checksums": {}, "out_dir": str(tmp_path / "run"),
         "defaults": {"max_steps": 60}}
     assert (tmp_path / "run" / "test_run_log.py").exists()
+
+
+def test_all_rollouts_of_a_step_are_kept(mesh, tmp_path):
+    """A step that is made again replaces its file, and the files of later steps are gone."""
+    import pyarrow.parquet
+    (tmp_path / "run").mkdir()
+    talk = [{"role": "assistant", "content": "half a letter: \ud800", "day": datetime.date(2026, 5, 1)}]
+    rollouts = [sampled({"prompt": "?"}, "a", 1.0, {"right": 1.0, "short": 0.5}, 2), episode(2, "stop"),
+                sampled({"prompt": "?"}, "c", math.nan, {})]
+    rollouts[1].completion = talk
+    for step in (7, 8, 9, 8):
+        log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 20}, run_state(step))
+        rollouts[0].score = float(step)
+        end_step(log, rollouts, 1, keep=True)
+    assert lines(tmp_path / "run")[-1]["timing_s/save_rollouts"] > 0
+    folder = tmp_path / "run" / "rollouts"
+    assert sorted(os.listdir(folder)) == ["step-000007.parquet", "step-000008.parquet"]
+    table = pyarrow.parquet.read_table(folder)
+    assert table["step"].to_pylist() == [7] * 3 + [8] * 3
+    first, second, third = table.to_pylist()[3:]
+    assert first == {"step": 8, "ids": [1, 2, 0, 1], "spans": [[2, 4]], "logprobs": [-1.0, -1.0], "score": 8.0,
+                     "parts": '{"right": 1.0, "short": 0.5}', "completion": "a"}
+    assert second["spans"] == [[2, 5], [9, 12]] and len(second["ids"]) == 12 and len(second["logprobs"]) == 6
+    assert json.loads(second["completion"]) == [talk[0] | {"day": "2026-05-01"}]
+    assert math.isnan(third["score"]) and third["parts"] == "{}"
+
+
+def test_a_disk_that_is_full_ends_a_run_that_keeps_its_rollouts(mesh, tmp_path, capsys, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 20}, run_state())
+    monkeypatch.setattr("runtime.rollout_files.sync", full)
+    with pytest.raises(SystemExit):
+        end_step(log, [sampled({"prompt": "?"}, "a", 1.0, {})], 1, keep=True)
+    assert capsys.readouterr().err.endswith("No space left on device\n")
+    assert os.listdir(tmp_path / "run" / "rollouts") == ["step.part"]
 
 
 def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,9 +108,17 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
     out_dir, metrics, _ = plain_run
     shutil.copytree(out_dir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    resumed, _ = train(folder, tmp_path / "run", reward_file, "--resume=auto")
+    resumed, _ = train(folder, tmp_path / "run", reward_file, "--resume=auto", "--save_rollouts=true")
     assert [line["step"] for line in resumed] == [0, 1, 2]
     assert without_times(resumed) == without_times(metrics)
+    # It also kept the rollouts of the step that it made.
+    kept = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-000001.parquet").to_pylist()
+    expected = runs.kept_rollouts(tmp_path / "run", 1)
+    assert len(kept) == 16 and os.listdir(tmp_path / "run" / "rollouts") == ["step-000001.parquet"]
+    for row, r in zip(kept, expected, strict=True):
+        assert [row[key] for key in ("ids", "spans", "logprobs", "score")] == [
+            r[key] for key in ("ids", "spans", "logprobs", "score")]
+        assert json.loads(row["parts"]) == r["parts"] and json.loads(row["completion"]) == r["completion"]
 
 
 @pytest.mark.parametrize("arguments", [

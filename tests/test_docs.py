@@ -2,13 +2,21 @@
 import glob
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import runs
+from configurator import TINY_DEFAULTS
+from packing import deal
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
@@ -19,6 +27,8 @@ for page in PAGES:
 BLOCKS = [(page, language, block) for page, text in TEXTS.items()
           for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)]
 DIFFS = [(page, block) for page, language, block in BLOCKS if language == "diff"]
+TESTED_BELOW = "requires_grad_(False)          # frozen", "torch.optim.Muon", "load_balancing_loss_func"
+PARITY = "def score(prompts, completions, **_):\n    return [sum(map(ord, m[0]['content'])) % 2 for m in completions]\n"
 PACKAGES = ["config", "runtime", "tasks", "tiny"]
 TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
         "--num_generations=4", "--train_prompts=256", "--max_completion_length=8", "--num_mini_batches=2"]
@@ -37,6 +47,29 @@ def run(folder, *command):
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
+
+
+def patch(copy, diff):
+    (copy / "a.diff").write_text(diff)
+    run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
+
+
+# It follows the events of the SummaryWriter that is made after init, as the real one does.
+WANDB = """
+import glob, json
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+call = {}
+
+def init(sync_tensorboard, **settings):
+    assert sync_tensorboard
+    call.update(settings, files=glob.glob("run/*tfevents*"))
+
+def finish():
+    events = EventAccumulator("run").Reload()
+    call["steps"] = sorted({event.step for name in events.Tags()["scalars"] for event in events.Scalars(name)})
+    with open("wandb.jsonl", "w") as file:
+        file.write(json.dumps(call) + chr(10))
+"""
 
 
 def test_a_gymnasium_environment_plays(copy):
@@ -65,24 +98,24 @@ def commands_for(page, diff):
     if page == "README.md":
         return [["train_grpo.py", re.findall(r"`(--\S+)`", before)[-1]]]
     block = re.search(r"^```sh\n(.*?)^```$", after, re.M | re.S)[1]
-    lines = block.replace("\\\n", " ").splitlines()
+    lines = block.replace("\\\n", " ").replace("torchrun --nproc_per_node=2", "torchrun").splitlines()
     return [line.split()[1:] for line in lines if line.startswith("torchrun")]
 
 
-@pytest.mark.parametrize("number", range(len(DIFFS)))
+@pytest.mark.parametrize("number", [number for number, (_, diff) in enumerate(DIFFS)
+                                    if not any(text in diff for text in TESTED_BELOW)])
 def test_a_diff_applies_and_runs(copy, number):
     """By the last command below it, and the tests of the files that it changes pass."""
     page, diff = DIFFS[number]
     (copy / "tests").mkdir()
     for changed in re.findall(r"^\+\+\+ b/(\w+)\.py", diff, re.M):
-        if not changed.startswith("train_"):
+        if not changed.startswith("train_") and changed != "model":
             shutil.copy(os.path.join(ROOT, "tests", f"test_{changed}.py"), copy / "tests")
     if "+def countdown" in diff:                                # whose tests need nothing of tests/
         shutil.copy(os.path.join(ROOT, "tests/test_countdown.py"), copy / "tests")
         os.remove(copy / "tests/test_rewards.py")
     shutil.copy(os.path.join(ROOT, "pytest.ini"), copy)
-    (copy / "a.diff").write_text(diff)
-    run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
+    patch(copy, diff)
     script, *arguments = commands_for(page, diff)[-1]
     small = [one for one in TINY if "ppo" not in script or "num_mini_batches" not in one]
     # Without a real model, and what it needs.
@@ -90,8 +123,15 @@ def test_a_diff_applies_and_runs(copy, number):
     arguments = runs.with_defaults(arguments,
                                    dict(one[2:].split("=") for one in small) | {"max_steps": 2})
     warm = ["--critic_warmup_steps=0"] * ("ppo" in script)
-    runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", root=copy)
+    if "import wandb" in diff:
+        (copy / "wandb.py").write_text(WANDB)
+    ranks = 1 + ("reshard_after_forward" in diff)
+    runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", ranks=ranks, root=copy)
     assert [line["step"] for line in runs.lines(copy / "run")] == [0, 1, 2]
+    if "import wandb" in diff:
+        (call,) = runs.lines(copy, "wandb.jsonl")
+        assert call["files"] == [] and call["steps"] == [0, 1, 2] and call["id"] == "run"
+        assert call["config"]["max_steps"] == 2
     if "+def pass_at_k" in diff:
         output = runs.forked(copy / "log", script, "--advantage=pass_at_k", "--kl_coef=0.1",
                              "--kl_estimator=k1_reward", code=2, root=copy)
@@ -104,9 +144,128 @@ def test_a_diff_applies_and_runs(copy, number):
             assert f'"{word}": {word}' not in diff or f"adds {word}" not in output
 
 
+def one_diff(text):
+    (diff,) = [diff for _, diff in DIFFS if text in diff]
+    return diff
+
+
+def test_groups_of_parameters_follow_their_rules(copy):
+    """The embedding stays, and in the first update of Adam each weight moves by the rate of its group."""
+    patch(copy, one_diff(TESTED_BELOW[0]))
+    rate, decay = 1e-3, 0.5
+    (copy / "parity.py").write_text(PARITY)
+    runs.forked(copy / "log", "train_grpo.py", *TINY, "--num_mini_batches=1", f"--learning_rate={rate}",
+                f"--weight_decay={decay}", "--warmup_steps=0", "--reward=parity.py:score", "--out_dir=run", root=copy)
+    before = {name: x.float() for name, x in load_file(copy / "tiny/algebra/model.safetensors").items()}
+    after = load_file(copy / "run/checkpoint-1/model.safetensors")
+    for name, weight in before.items():
+        if "embed" in name:
+            assert torch.equal(after[name], weight)
+            continue
+        expected, shrunk = rate, weight * (1 - rate * decay)
+        if "norm" in name:
+            shrunk = weight
+        elif ".layers.0." in name:
+            expected, shrunk = 0.1 * rate, weight * (1 - 0.1 * rate * decay)
+        moved = (after[name] - shrunk).abs()
+        assert moved.max() == pytest.approx(expected, rel=2e-2), name
+    metrics = runs.lines(copy / "run")[0]
+    assert [metrics[name] for name in ("learning_rate", "learning_rate/1", "learning_rate/2")] == [
+        rate, 0.1 * rate, rate]
+
+
+def test_muon_under_two_ranks(copy):
+    """An update is that of Muon's formula, and a resumed run repeats the unbroken one bit for bit."""
+    patch(copy, one_diff(TESTED_BELOW[1]))
+    (copy / "parity.py").write_text(PARITY)
+    rate, tiny = 1e-3, [*TINY, "--max_steps=3", "--save_interval=1", "--keep_checkpoints=9", "--num_mini_batches=1",
+                        "--learning_rate=1e-3", "--warmup_steps=0", "--weight_decay=0.5", "--reward=parity.py:score"]
+    runs.forked(copy / "log", "train_grpo.py", *tiny, "--out_dir=run", ranks=2, root=copy)
+    shutil.copytree(copy / "run", copy / "again", ignore=shutil.ignore_patterns("checkpoint-[23]"))
+    runs.forked(copy / "log", "train_grpo.py", *tiny, "--out_dir=again", "--resume=auto", ranks=2, root=copy)
+    unbroken, resumed = (runs.without_times(runs.lines(copy / name)) for name in ("run", "again"))
+    assert unbroken == resumed and unbroken[2]["grad_norm"] > 0
+    for file in ("model", "trainer/optimizer-00000", "trainer/optimizer-00001"):
+        tensors, others = (load_file(copy / name / f"checkpoint-3/{file}.safetensors") for name in ("run", "again"))
+        assert tensors.keys() == others.keys() and all(torch.equal(tensors[key], others[key]) for key in tensors)
+    before = {name: x.float() for name, x in load_file(copy / "tiny/algebra/model.safetensors").items()}
+    after = load_file(copy / "run/checkpoint-1/model.safetensors")
+    halves = [load_file(copy / f"run/checkpoint-1/trainer/optimizer-0000{rank}.safetensors") for rank in (0, 1)]
+    matrices = [name for name in before if ".layers." in name and before[name].ndim == 2]
+    assert len(matrices) == 21
+    for name in matrices:
+        momentum = torch.cat([half[f"hf.{name}.momentum_buffer"] for half in halves])
+        # The first direction is that of the gradient, with Nesterov's momentum as well. Muon keeps its singular
+        # vectors, and changes each singular value by its polynomial. In bfloat16 it sees only the larger ones.
+        moved = (before[name] * (1 - rate * 0.5) - after[name]).double() / (rate * 0.2 * max(momentum.shape) ** 0.5)
+        left, values, right = torch.linalg.svd(momentum.double(), full_matrices=False)
+        for i, value in enumerate(values.tolist()):
+            x = value / values.norm().item()
+            if x < 0.1:
+                break
+            for _ in range(5):
+                x = 3.4445 * x - 4.775 * x ** 3 + 2.0315 * x ** 5
+            assert (left[:, i] @ moved @ right[i]).item() == pytest.approx(x, rel=0.03), (name, i)
+        assert i > 0
+    assert all(key.endswith((".momentum_buffer", ".exp_avg", ".exp_avg_sq", ".step")) for key in halves[0])
+
+
+@pytest.fixture(scope="session")
+def experts(folder, tmp_path_factory):
+    """A Qwen3-MoE of two layers with random weights."""
+    path = str(tmp_path_factory.mktemp("experts"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
+        suits=TINY_DEFAULTS)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_experts_are_balanced(copy, experts):
+    """Two ranks, and a reward that tells nothing apart, so the whole gradient is that of the load-balancing loss."""
+    patch(copy, one_diff(TESTED_BELOW[2]))
+    (copy / "same.py").write_text("def score(prompts, completions, **_):\n    return [1.0 for _ in prompts]\n")
+    runs.forked(copy / "log", "train_grpo.py", *TINY, f"--model={experts}", "--num_mini_batches=1",
+                "--prompts_per_step=4", "--reward=same.py:score", "--router_aux_loss_coef=0.5", "--grad_clip=0",
+                "--out_dir=run", ranks=2, keep=True, root=copy)
+    rollouts = [SimpleNamespace(**row) for row in runs.kept_rollouts(copy / "run", 0)]
+    for r in rollouts:
+        r.ids, r.places = np.array(r.ids), np.concatenate([np.arange(*span) for span in r.spans])
+        r.row_starts = np.array(r.row_starts)
+    total = sum(r.length for r in rollouts)
+    network = Qwen3MoeForCausalLM.from_pretrained(experts, dtype=torch.float64, attn_implementation="eager",
+                                                experts_implementation="eager")
+    loss = 0
+    shuffled = random.Random("0 0").sample(range(len(rollouts)), len(rollouts))
+    for share in deal(rollouts, shuffled, 2):
+        # The probabilities of each token of the row, those of a shared beginning once.
+        seen = {}
+        for s in share:
+            ids = rollouts[s].ids[:-1]
+            routed = network.model(torch.tensor(ids)[None], output_router_logits=True).router_logits
+            for i in range(len(ids)):
+                seen[tuple(ids[:i + 1])] = [logits[i].softmax(0) for logits in routed]
+        probabilities = [p for layers in seen.values() for p in layers]
+        balance = 0
+        for expert in range(6):
+            chosen = sum(expert in p.topk(2).indices.tolist() for p in probabilities) / len(probabilities)
+            balance = balance + 6 * chosen * sum(p[expert] for p in probabilities) / len(probabilities)
+        loss = loss + balance * sum(rollouts[s].length for s in share) / total
+    (0.5 * loss).backward()
+    norm = sum(p.grad.square().sum() for p in network.parameters() if p.grad is not None) ** 0.5
+    metrics = runs.lines(copy / "run")[0]
+    assert metrics["aux_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(0.5 * loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
 def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
     assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {
-        "losses.py", "tasks/generate_problems.py", "train_grpo.py"}
+        "losses.py", "model.py", "tasks/generate_problems.py", "train_grpo.py"}
     assert len(DIFFS) >= 4 and DIFFS[0][0] == "README.md"
 
 

@@ -5,9 +5,12 @@ How long it takes until every rank has all rollouts of a step, and how many byte
     torchrun --nproc_per_node=4 -m bench.gather --completion_length=400
 
 The time is that of distributed.gathered, with which every step sends them, from the moment when the last rank
-has sampled until all of them go on. The bytes are those that a rank gets, over all tokens of the step.
+has sampled until all of them go on. The bytes are those that a rank gets, over all tokens of the step. A
+second line says the same of the file that rank 0 writes with save_rollouts=true.
 """
+import os
 import statistics
+import tempfile
 import time
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch.distributed as dist
 
 from configurator import check, configure
 from rollout import Rollout
-from runtime import distributed
+from runtime import distributed, rollout_files
 # ------------------------------------------------------------------------------------------------------------
 tokens = 2_000_000              # in the rows of a step, over all ranks
 prompt_length = 200             # tokens
@@ -53,4 +56,13 @@ if rank == 0:
     print(f"{world_size} ranks, {len(found):,} rollouts, {total:,} tokens: "
           f"{statistics.median(seconds):.3f} s (smallest of {repeats}: {min(seconds):.3f}), "
           f"{sum(received) / repeats / total:.1f} bytes per token")
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(repeats):
+            start = time.perf_counter()
+            rollout_files.write(folder, step, found)
+            seconds.append(time.perf_counter() - start)
+        size = os.path.getsize(f"{folder}/rollouts/step-000000.parquet")
+    print(f"save_rollouts: {statistics.median(seconds):.3f} s (smallest of {repeats}: {min(seconds):.3f}), "
+          f"{size / 1e6:.1f} MB, {size / total:.1f} bytes per token")
 distributed.leave()

@@ -2,7 +2,7 @@
 import json
 from pathlib import Path
 
-import pyarrow.parquet
+from pyarrow import Table, parquet
 
 from runtime.checkpoint import sync
 
@@ -10,10 +10,11 @@ from runtime.checkpoint import sync
 def write(out_dir, step, rollouts):
     """Write the rollouts of a step to out_dir/rollouts/step-000012.parquet, a row for each, in their order.
 
-    The columns step, ids, spans, logprobs and score have the types of a Rollout's fields. Parts are JSON,
-    because rewards may name other parts in another step, and so is a completion of messages. A file appears
-    whole or not at all. It replaces that of an earlier attempt at the step, and the files of later steps,
-    which an attempt before a resume has left, are removed. Raises OSError if the disk is full.
+    The columns step, ids, spans, logprobs and score have the types of a Rollout's fields. The parts of a score
+    are JSON, because a reward may name other parts in another step, and so is a completion that consists of
+    messages. A file appears whole or not at all. It replaces that of an earlier attempt at the step, and the
+    files of later steps, which the run has left before it was resumed, are removed. Raises OSError, for
+    example if the disk is full.
     """
     rows = []
     for r in rollouts:
@@ -24,9 +25,9 @@ def write(out_dir, step, rollouts):
                      "score": r.score, "parts": json.dumps(r.parts), "completion": completion})
     folder = Path(out_dir, "rollouts")
     folder.mkdir(exist_ok=True)
-    part = folder / "step.part"
     path = folder / f"step-{step:06}.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), part)
+    part = folder / ".part"                                     # who reads the folder passes over such a name
+    parquet.write_table(Table.from_pylist(rows), part)
     sync(part)
     part.replace(path)
     for other in folder.glob("step-*.parquet"):

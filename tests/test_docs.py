@@ -122,11 +122,12 @@ def test_a_diff_applies_and_runs(copy, number):
     arguments = [one for one in arguments if not re.search("prompts_per_step|MODEL|gsm8k", one)]
     arguments = runs.with_defaults(arguments,
                                    dict(one[2:].split("=") for one in small) | {"max_steps": 2})
-    warm = ["--critic_warmup_steps=0"] * ("ppo" in script)
+    # In a warm-up of the critic the policy only computes logprobs, and is then saved and sent to the engine.
+    stay = "reshard_after_forward" in diff
+    warm = [f"--critic_warmup_steps={stay:d}", "--save_interval=1"] * ("ppo" in script)
     if "import wandb" in diff:
         (copy / "wandb.py").write_text(WANDB)
-    ranks = 1 + ("reshard_after_forward" in diff)
-    runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", ranks=ranks, root=copy)
+    runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", ranks=1 + stay, root=copy)
     assert [line["step"] for line in runs.lines(copy / "run")] == [0, 1, 2]
     if "import wandb" in diff:
         (call,) = runs.lines(copy, "wandb.jsonl")

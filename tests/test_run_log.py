@@ -200,9 +200,10 @@ def test_all_rollouts_of_a_step_are_kept(mesh, tmp_path):
         log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 20}, run_state(step))
         rollouts[0].score = float(step)
         end_step(log, rollouts, 1, keep=True)
-    assert lines(tmp_path / "run")[-1]["timing_s/save_rollouts"] > 0
+    assert log.history[-1] == lines(tmp_path / "run")[-1] and log.history[-1]["timing_s/save_rollouts"] > 0
     folder = tmp_path / "run" / "rollouts"
     assert sorted(os.listdir(folder)) == ["step-000007.parquet", "step-000008.parquet"]
+    (folder / ".part").write_text("what a kill has left")
     table = pyarrow.parquet.read_table(folder)
     assert table["step"].to_pylist() == [7] * 3 + [8] * 3
     first, second, third = table.to_pylist()[3:]
@@ -222,7 +223,7 @@ def test_a_disk_that_is_full_ends_a_run_that_keeps_its_rollouts(mesh, tmp_path, 
     with pytest.raises(SystemExit):
         end_step(log, [sampled({"prompt": "?"}, "a", 1.0, {})], 1, keep=True)
     assert capsys.readouterr().err.endswith("No space left on device\n")
-    assert os.listdir(tmp_path / "run" / "rollouts") == ["step.part"]
+    assert os.listdir(tmp_path / "run" / "rollouts") == [".part"]
 
 
 def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys, monkeypatch):

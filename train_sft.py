@@ -79,7 +79,7 @@ with input_errors():                                            # a ValueError b
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
-optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
+optimizer = make_optimizer(policy, learning_rate, settings)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 log = run.begin(networks, rollout_engine, (
     f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} tokens. "

@@ -10,11 +10,11 @@ from runtime.checkpoint import sync
 def write(out_dir, step, rollouts):
     """Write the rollouts of a step to out_dir/rollouts/step-000012.parquet, a row for each, in their order.
 
-    The columns step, ids, spans, logprobs and score have the types of a Rollout's fields. The parts of a
+    The columns step, ids, spans, logprobs and score have the types of a Rollout's fields. The parts of the
     score are JSON, because a reward may name other parts in another step, and so is a completion that
     consists of messages. A file appears whole or not at all. It replaces that of an earlier attempt at the
-    step, and the files of later steps, which the run has left before it was resumed, are removed. Raises
-    OSError, for example if the disk is full.
+    step, and files of later steps, which the run had written before it was resumed, are removed. Raises
+    OSError if the disk is full, for example.
     """
     rows = []
     for r in rollouts:

@@ -6,10 +6,10 @@ Supervised fine-tuning, a whole run in one file: a warm start, from which train_
     torchrun train_grpo.py --model=out/sft-.../checkpoint-60
     python train_sft.py --help                               # every setting
 
-RL makes what a model samples now and then more frequent. What it never samples has to be shown to it first.
-The loss is the mean of -logp over all tokens that the assistant says in a step's rows; all others are only
-read. The loop is train_grpo.py's without rollout, reward and advantage: it trains on examples, which have the
-form of rollouts (tasks/examples.py). Without arguments the model in tiny/ learns to do algebra in steps.
+RL makes answers frequent that a model already samples now and then. Others have to be shown to it first. The
+loss is the mean of -logp over the assistant's tokens that a step teaches; all others are only read. The loop
+is train_grpo.py's without rollout, reward and advantage: it trains on examples, which have the form of
+rollouts (tasks/examples.py). Without arguments the model in tiny/ learns to do algebra in steps.
 """
 import math
 
@@ -52,7 +52,7 @@ from config.shared import *
 temperature = 1.0               # engine and trainer divide their logits by it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())                                 # overrides by config files and --key=value
-settings.num_generations = 1                                    # a row is a prompt with one completion
+settings.num_generations = 1                                    # a step takes each of its rows once
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
@@ -66,13 +66,13 @@ with input_errors():                                            # a ValueError b
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
-    # train_rows and held_out have a list of examples for each row, eval_set is a list of held-out prompts.
+    # train_rows and held_out have a list of examples for each row; eval_set is a list of held-out prompts.
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
-    rollout_engine = rollout.Engine()                           # which samples nothing
+    rollout_engine = rollout.Engine()                           # this one samples nothing
     if reward != "none":                                        # with a reward, held-out prompts are sampled
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
@@ -88,8 +88,8 @@ log = run.begin(networks, rollout_engine, (
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
-# A step has the examples of all ranks. {s: [len]} is a dict with a tensor for the example of index s, [C] a
-# tensor of a micro-batch, with an entry for each token that is learned; C may be 0: see train_grpo.py.
+# Values of tokens have the two forms that train_grpo.py explains, here with an entry for each learned token:
+# {s: [len]} has a tensor for the example of index s, and [C] belongs to a micro-batch. C may be 0.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
@@ -106,15 +106,15 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rows
     run.stop_if_signalled()                                     # saves and ends the run after a Ctrl-C
-    places = range(step * prompts_per_step, (step + 1) * prompts_per_step)      # in the sequence of epochs
+    places = range(step * prompts_per_step, (step + 1) * prompts_per_step)      # counted over epochs
     size = len(train_rows)
     examples = sum([train_rows[data.epoch_order(size, i // size, seed)[i % size]] for i in places], [])
 
     # ------------------------------------------------------------ 2 update
     with log.timed("update_actor"):
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
-        num_learned = sum(len(r.logprobs) for r in examples)    # tokens, on all ranks together
-        [share] = deal_to_ranks(examples, [range(len(examples))])               # those of this rank, by index
+        num_learned = sum(len(r.logprobs) for r in examples)    # `examples` are those of all ranks
+        [share] = deal_to_ranks(examples, [range(len(examples))])               # what this rank computes
         for batch in micro_batches(policy, examples, share, token_budget):
             logp, _ = policy(batch, temperature)                                                # [C]
             loss = -logp.sum() / num_learned

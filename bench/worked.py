@@ -1,5 +1,5 @@
 """
-Worked answers to chain_sum, a task of reasoning-gym, for a warm start by train_sft.py: docs/real_model.md.
+Worked answers to chain_sum, a task of reasoning-gym, for a warm start by train_sft.py: docs/recipes.md.
 
     python -m bench.worked --out=out/worked
     torchrun train_sft.py --model=out/smollm2 --task=file --train_file=out/worked/train.jsonl \

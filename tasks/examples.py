@@ -1,9 +1,9 @@
 """
-Rows with their answers as tokens, which train_sft.py trains on.
+Rows with worked answers, as the tokens that train_sft.py trains on.
 
-An example is a turn of the assistant behind all that comes before it, as a rollout.Rollout that nobody
-sampled. So examples are packed, dealt to ranks and computed as rollouts are, and in a packed row the turns of
-a conversation share the tokens with which they begin.
+An example is a turn of the assistant together with everything that comes before it. It is a rollout.Rollout,
+although nobody sampled it, so examples are packed, dealt to ranks and computed as rollouts are. In a packed
+row the turns of a conversation share the tokens with which all of them begin.
 
     load_examples   the examples of the rows of a split
     examples_of     those of a row
@@ -16,10 +16,9 @@ from rollout import Rollout
 
 
 def load_examples(player, split):
-    """Return the Prompts of a split, a list of those that are encoded, and a list of lists: the examples of
-    each row.
+    """Return the Prompts of a split, a list of encoded prompts, and for each row a list of its examples.
 
-    The first two are data.load_split's. All rows are encoded at once, and those that have more than
+    The first two come from data.load_split. For the third all rows are encoded at once, and rows of more than
     max_prompt_length + max_completion_length tokens are left out. player: the run's episodes.Player, which
     has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises ValueError where
     data.load_split and examples_of do, with the name of the row, and if no row is left.
@@ -41,12 +40,16 @@ def load_examples(player, split):
 def examples_of(row, player):
     """Return the examples of a row, as a list. player: as in load_examples.
 
-    A turn is what the chat template adds when the turn is put behind the messages before it, up to its end
-    token. So a model learns it behind the tokens behind which it will have to find it, also where the
-    template drops the thoughts of a turn that others follow. A prompt that is a string, that chat=False makes
-    one, or that ends with the beginning of an answer, is followed by the answer as it stands and by the first
-    of the eos_ids. Raises ValueError if answer_of does, and if the template leaves out a part of a turn or
-    its end token, or changes what is before the turn.
+    The tokens of a turn are those that the chat template adds, up to an end token, when the turn is appended
+    to the messages before it. So the model learns a turn after the very tokens that it will have to continue,
+    even if the template drops the thoughts of a turn once other messages follow.
+
+    A prompt may also be a string, become one by chat=False, or end with the beginning of an answer. The
+    answer then follows it as it stands, with the first of the eos_ids, and of a whole conversation only the
+    last answer is learned.
+
+    Raises ValueError if answer_of does, and if the template leaves out a part of a turn or its end token, or
+    changes what is before the turn.
     """
     s = player.settings
     tokenizer = player.tokenizer
@@ -72,9 +75,9 @@ def examples_of(row, player):
             after.pop()
         turn = after[len(before):]
         if after != before + turn or message["content"].strip() not in tokenizer.decode(turn):
-            raise ValueError("the chat template does not say which tokens are the assistant's: behind "
-                             f"{tokenizer.decode(before)[-200:]!r} there should be "
-                             f"{message['content']!r:.300} and an end token, and with these it writes "
+            raise ValueError("the chat template does not say which tokens are the assistant's: after "
+                             f"{tokenizer.decode(before)[-200:]!r} it should write "
+                             f"{message['content']!r:.300} and an end token, but the whole text is "
                              f"{tokenizer.decode(after)[-500:]!r}")
         examples.append(Rollout.single(before, turn, [0.0] * len(turn), "stop"))
     return examples
@@ -82,7 +85,7 @@ def examples_of(row, player):
 
 def answer_of(row, s):
     """Return the messages in the column that holds a row's answer, and whether these are the row's whole
-    conversation. In this case the row teaches all that the assistant says in it. Raises ValueError without an
+    conversation, in which the row teaches all that the assistant says. Raises ValueError without an
     answer."""
     for column in ("completion", "messages", "conversations", s.answer_column, "solution", "answer"):
         answer = row.get(column)

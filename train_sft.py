@@ -52,7 +52,7 @@ from config.shared import *
 temperature = 1.0               # engine and trainer divide their logits by it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())                                 # overrides by config files and --key=value
-settings.num_generations = 1                                    # a step takes each of its rows once
+settings.num_generations = 1                                    # nothing is sampled in groups
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over

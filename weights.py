@@ -4,8 +4,8 @@ Weights from the trainer to the engine, and whether they arrived.
     full_weights       the parameters of a sharded network, whole, one after the other
     engine_weights     what an engine is handed: the trained weights, under the names that it knows them by,
                        and at the end their checksums
-    load_checked       lets an engine load them, and stops the run if it then has others
-    reload_vllm        lets vLLM load them, and says what it has written
+    load_checked       lets an engine load them, and stops the run if they did not arrive as they were sent
+    reload_vllm        lets vLLM load them, and returns the checksums of what it has written
     compare_logprobs   compares the engine's logprobs with the trainer's, and stops a run whose engine
                        computes another model
 """
@@ -20,11 +20,10 @@ SUMS = "checksums"              # the name that weights.engine_weights gives to 
 
 
 def full_weights(network):
-    """Yield (name, whole tensor) for each parameter of a Network, or with adapters for each of theirs: what a
-    checkpoint holds.
+    """Yield (name, whole tensor) for each parameter that a checkpoint of a Network holds.
 
-    It takes about two copies of the largest parameter. A collective, so every rank has to run through the
-    whole iterator.
+    If the network has adapters, these are the adapters' parameters alone. It takes about two copies of the
+    largest parameter. This is a collective, so every rank has to run through the whole iterator.
     """
     # After a forward without a backward, FSDP2 leaves the root's parameters gathered.
     network.reshard()
@@ -41,8 +40,8 @@ def engine_weights(policy, naming, dtype):
     naming: the names by which the engine knows weights. "module" stands for those of the Hugging Face module,
     "checkpoint" for those of a checkpoint. A module may store several tensors of a checkpoint as one, such as
     the experts of a layer. dtype: the one in which policy and engine compute. If the policy has adapters,
-    they are merged into the weights of their layers. A collective, so every rank has to run through the whole
-    iterator.
+    they are merged into the weights of their layers. This is a collective, so every rank has to run through
+    the whole iterator.
     """
     policy.reshard()
     in_module = naming == "module"
@@ -74,10 +73,11 @@ def trained_weights(policy, dtype, remove_duplicate):
 def checksum(tensor):
     """Return the sum of a tensor's bits, read as whole numbers, modulo 2 ** 64, as an int.
 
-    If the rows, along the last dimension, consist of whole words of 8 bytes, the numbers are these words,
-    which PyTorch adds forty times as fast as shorter ones. Otherwise, and in a vector, each element is one.
-    So the checksums of pieces add up to that of the whole, modulo 2 ** 64, if the cuts are between rows, or
-    between words of rows, or anywhere in a vector. Numbers that change places inside a tensor are not seen.
+    If a row, along the last dimension, is a whole number of words of 8 bytes, these words are the numbers:
+    PyTorch adds them forty times as fast as shorter ones. Otherwise, and in a vector, each element is a
+    number. So the checksums of pieces add up to that of the whole, modulo 2 ** 64, if the cuts are between
+    rows, or between words of rows, or anywhere in a vector. A checksum does not change if numbers change
+    places inside a tensor.
     """
     tensor = tensor.contiguous()
     if tensor.storage_offset() % 8:         # in a message a tensor may begin in the middle of a word
@@ -89,9 +89,9 @@ def checksum(tensor):
 
 
 def load_checked(load, named_tensors, version):
-    """Let an engine load what weights.engine_weights yields. Raise RuntimeError if it then has other weights.
+    """Let an engine load what engine_weights yields. Raise RuntimeError if it then has other weights.
 
-    load(named_tensors) loads, and returns {name: checksum} of the tensors that the engine has got.
+    load(named_tensors) loads them, and returns {name: checksum} of the tensors that the engine has got.
     """
     sums = {}                               # {name: checksum} of the trainer's tensors, once they have come
 
@@ -119,11 +119,11 @@ def reload_vllm(llm, named_tensors, ranks, has_head):
 
     ranks: how many ranks share the engine. has_head: whether vLLM takes a head at all.
 
-    vLLM joins and cuts what it gets, and may pack it, so it cannot be read back. But before it loads a
-    tensor, it calls the weight loader on a parameter without numbers, to count the elements that the loader
-    copies. These counts are seen here. On one rank they have to be the whole tensor, on several a part of
-    it. Biases, which vLLM 0.25 does not count, and heads, which it may leave out if they are tied, need not
-    be counted.
+    vLLM joins and cuts what it gets, and may pack it, so the tensors cannot be read back. But before vLLM
+    loads a tensor, it calls the weight loader on a parameter that has no values, to count the elements that
+    the loader copies, and this function reads these counts. On one rank they have to cover the whole tensor,
+    on several ranks a part of it. No count is asked for biases, which vLLM 0.25 does not count, and for
+    heads, which it may leave out if they are tied.
     """
     from vllm.model_executor.model_loader.reload import layerwise
     count = layerwise.get_numel_loaded
@@ -138,7 +138,8 @@ def reload_vllm(llm, named_tensors, ranks, has_head):
     def tensors():
         for name, tensor in named_tensors:
             copied.clear()
-            # A tensor that comes twice would fail in vLLM, and here the one that is missing gets named.
+            # vLLM would fail on a tensor that comes twice. It is left out here, so that load_checked can name
+            # the tensor that is missing instead.
             if name not in held and (has_head or "lm_head." not in name):
                 yield name, tensor
             enough = tensor.numel() if ranks == 1 else 1
@@ -157,13 +158,13 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     Both sides have the same weights. The gap of a token is |trainer - engine|, in nats. A mean gap over
     `bound`, or a NaN, therefore means that the weights did not arrive, that a temperature is wrong, or that
     one side computes the model wrongly. It raises RuntimeError, and the message shows the worst tokens. So
-    does a mean difference over half of `bound`: rounding goes both ways, but an engine that samples from a
-    part of the distribution, of which the trainer does not know, always gives its tokens more than the
-    trainer does. The bound for weights that are known to differ is infinite.
+    does a mean difference over half of `bound`. Rounding goes both ways, but if the engine samples from a
+    part of the distribution and the trainer does not know it, the engine's logprobs are all higher than the
+    trainer's. The bound for weights that are known to differ is infinite.
 
     version: the version of the policy's weights. Rollouts that were sampled with another version raise
-    RuntimeError. None accepts all versions. docs/metrics.md explains the metrics. A collective, which a rank
-    without any logprobs also has to call.
+    RuntimeError. None accepts all versions. docs/metrics.md explains the metrics. This is a collective, which
+    a rank without any logprobs also has to call.
     """
     versions = set()
     for s in logps:

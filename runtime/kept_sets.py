@@ -1,11 +1,11 @@
 """
-The tokens that each sampled token was drawn from, if top_k restricts sampling. No other run opens this file.
+The set of tokens that each sampled token was drawn from. Runs without a top_k do not open this file.
 
 An engine samples from the tokens that temperature, min_p, top_k and top_p leave, and its logprobs are
-normalised over these. A trainer that normalises over all tokens computes another policy: its ratio to the
-engine is below 1 for every token. So each rollout keeps these sets, and every logprob and entropy of the
-trainer is normalised over them. Later updates of a step and the reference model would leave other tokens, but
-they use the same sets as well. DeepSeek-V3.2 calls this "keep sampling mask"
+normalised over these. A trainer that normalised over all tokens would compute another policy, and give every
+sampled token a lower probability than the engine does. So each rollout keeps these sets, and the trainer
+normalises every logprob and entropy over them. After an update the policy would leave other tokens, and so
+would the reference model, but the same sets are used for both. DeepSeek-V3.2 calls this "keep sampling mask"
 (https://arxiv.org/abs/2512.02556, section 3.1).
 
     of_logprobs   returns the sets of an answer of vLLM
@@ -19,8 +19,8 @@ import torch
 def of_logprobs(flat, vocab_size):
     """Return the set of each sampled token, a list of int32 arrays, from vLLM's FlatLogprobs of an answer.
 
-    These hold the logprob of each sampled token, and after it those of the K likeliest tokens, which are -inf
-    outside of the set. If all K are finite, there may be others. Then it raises RuntimeError.
+    After the logprob of a sampled token FlatLogprobs holds those of the K likeliest tokens. Tokens outside of
+    the set have -inf. If all K logprobs are finite, the set may be larger, and it raises RuntimeError.
     """
     shape = len(flat), -1
     ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:]                        # [C, K]
@@ -39,7 +39,7 @@ def of_mask(mask):
 
 
 def table(batch, rollouts):
-    """Return the sets of a packing.MicroBatch of rollouts, int32 [C, largest set]. A smaller set is filled up
+    """Return the sets of a packing.MicroBatch of rollouts, int32 [C, largest set]. Smaller sets are filled up
     with the sampled token itself. Raises ValueError if a sampled token is not in its set."""
     ids = []
     sizes = []

@@ -237,6 +237,7 @@ class ThreadPerCall(ThreadPoolExecutor):
 
     def submit(self, function, /, *args, **kwargs):
         future = Future()
+        future.set_running_or_notify_cancel()       # from now on it cannot be cancelled, so it takes a result
 
         def run():
             try:

@@ -6,7 +6,6 @@ environment's message, the beginning of the next turn) is the difference of two 
 conversation, one with the message and one without it. Nothing is encoded twice, so no token can change. That
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
-import ast
 import contextlib
 import functools
 import json
@@ -128,13 +127,22 @@ class Template:
         calls = []
         for call in message.get("tool_calls", []):
             function = call["function"]
-            # Some control tokens contain double quotes. repr leaves these as they are, and JSON does not.
-            arguments = ast.literal_eval(self.defused(repr(function["arguments"])))
-            function = {"name": self.defused(function["name"]), "arguments": arguments}
-            calls.append(call | {"function": function})
+            name = self.defused(function["name"])
+            arguments = self._defused_in(function["arguments"])
+            calls.append(call | {"function": {"name": name, "arguments": arguments}})
         if calls:
             message["tool_calls"] = calls
         return message
+
+    def _defused_in(self, value):
+        # Returns a value of JSON with a CUT inside all control tokens of its texts and keys.
+        if isinstance(value, str):
+            return self.defused(value)
+        if isinstance(value, list):
+            return [self._defused_in(item) for item in value]
+        if isinstance(value, dict):
+            return {self.defused(key): self._defused_in(item) for key, item in value.items()}
+        return value
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""

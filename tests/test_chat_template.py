@@ -1,5 +1,7 @@
 """The chat template between turns: exact tokens, what is refused, texts that look like control tokens."""
 import functools
+import json
+import math
 import shutil
 import unicodedata
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers.normalizers import NFKC
 
 from tiny import pretrain
-from runtime.chat_template import Template, tool_call, turn_of
+from runtime.chat_template import CUT, Template, tool_call, turn_of
 from runtime.model_folder import SHIPPED, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {
@@ -292,6 +294,20 @@ def test_runs_of_spaces_are_no_control_tokens():
     assert len(ids_of(chat.tokenizer, text)) == 8
     assert chat.opening([user(chat.defused(text))]) == ids_of(
         chat.tokenizer, "<|user|>", text, "<|end|><|assistant|>")
+
+
+def test_arguments_of_calls_stay_as_they_are_but_for_control_tokens():
+    """json.loads reads NaN and Infinity, and a policy may write them."""
+    chat = made()
+    chat.tokenizer.add_tokens(["<|'|>"])
+    chat = Template(chat.tokenizer, [chat.tokenizer.eos_token_id], None)
+    deep = json.loads("[" * 250 + "]" * 250)
+    arguments = {"a": math.inf, "b": [None, True, 1e9, "x", "'\""], "c": deep, "<|end|>": {"d": "<|'|>\"<|user|>"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [tool_call(0, "add", arguments)]}
+    [call] = chat.defused_message(message)["tool_calls"]
+    found = call["function"]["arguments"]
+    assert json.dumps(found).count(json.dumps(CUT)[1:-1]) == 3
+    assert json.dumps(found).replace(json.dumps(CUT)[1:-1], "") == json.dumps(arguments)
 
 
 def test_half_a_surrogate_pair_is_replaced():

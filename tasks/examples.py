@@ -56,6 +56,9 @@ def examples_of(row, player):
     prompt = row["prompt"]
     answer, whole = answer_of(row, s)
     if whole:
+        if prompt[len(prompt) - len(answer) + 1:] != answer[:-1]:
+            raise ValueError(f"the prompt {prompt!r:.200} is not what comes before the last answer in the "
+                             "row's messages: --prompt_column=messages takes it from there")
         answer = answer[-1:]
     if isinstance(prompt, str) or not s.chat or prompt[-1]["role"] == "assistant":
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
@@ -64,17 +67,19 @@ def examples_of(row, player):
     if s.system_prompt:
         prompt = [{"role": "system", "content": s.system_prompt}, *prompt]
     messages = [*prompt, *answer]
-    render = partial(tokenizer.apply_chat_template, tools=player.tools, return_dict=False)
+    render = partial(tokenizer.apply_chat_template, tools=player.tools, tokenize=False)
     examples = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or number < len(prompt) and not whole:
             continue
-        before = render(messages[:number], add_generation_prompt=True)
-        after = render(messages[:number + 1])
+        texts = [render(messages[:number], add_generation_prompt=True), render(messages[:number + 1])]
+        before, after = tokenizer(texts, add_special_tokens=False).input_ids
         while after and after[-1] not in player.eos_ids:
             after.pop()
         turn = after[len(before):]
-        if after != before + turn or message["content"].strip() not in tokenizer.decode(turn):
+        # The tokens may spell the content in another way, as where the tokenizer normalises.
+        written = texts[1][len(texts[0]):]
+        if after != before + turn or message["content"].strip() not in written:
             raise ValueError("the chat template does not say which tokens are the assistant's: after "
                              f"{tokenizer.decode(before)[-200:]!r} it should write "
                              f"{message['content']!r:.300} and an end token, but the whole text is "

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.normalizers import NFC
 from transformers import AutoModelForCausalLM
 
 import config.shared
@@ -175,6 +176,9 @@ THOUGHTFUL = {"messages": [said("user", "1+1"), said("assistant", "<think>one</t
 CASES = {
     "no answer": ({"prompt": "1+1="}, "", "rows.jsonl:2: there is nothing to learn: no messages end"),
     "a question last": ({"messages": [said("user", "1+1")]}, "", "rows.jsonl:2: there is nothing to learn"),
+    # As in HuggingFaceH4/ultrachat_200k, whose prompt is the first message.
+    "another prompt": ({"prompt": "2+2", "messages": TALK[1:]}, "", "rows.jsonl:2: the prompt '2\\+2' is not what"),
+    "a shorter prompt": ({"prompt": TALK[1:2], "messages": TALK[1:]}, "", "rows.jsonl:2: the prompt .* is not what"),
     "a bad completion": ({"prompt": "1+1=", "completion": [{"role": "assistant"}]}, "",
                          "rows.jsonl:2: a message needs a role"),
     # As the templates of DeepSeek-R1's distilled models.
@@ -202,6 +206,14 @@ def test_rows_and_templates_that_cannot_be_learned_are_refused(folder, tmp_path,
     row, template, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         load(folder, tmp_path / "rows.jsonl", [GOOD, row], template)
+
+
+def test_a_text_that_the_tokenizer_normalises_is_learned(folder, tmp_path, monkeypatch):
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = NFC()
+    monkeypatch.setitem(globals(), "load_tokenizer", lambda *_, **__: tokenizer)
+    _, _, [[r]] = load(folder, tmp_path / "rows.jsonl", [GOOD | {"completion": "cafe\u0301"}], "")
+    assert tokenizer.decode(r.sampled_ids) == "caf\xe9<|end|>"
 
 
 def test_rows_that_are_too_long_are_left_out(folder, tmp_path):

@@ -10,8 +10,8 @@ from runtime.checkpoint import sync
 def write(out_dir, step, rollouts):
     """Write the rollouts of a step to out_dir/rollouts/step-000012.parquet, a row for each, in their order.
 
-    The columns step, ids, spans, logprobs and score have the types of a Rollout's fields. The parts of the
-    score are JSON, because a reward may name other parts in another step, and so is a completion that
+    The columns ids, spans, row_starts, logprobs and score have the types of a Rollout's fields. The parts of
+    the score are JSON, because a reward may name other parts in another step, and so is a completion that
     consists of messages. A file appears whole or not at all. It replaces that of an earlier attempt at the
     step, and files of later steps, which the run had written before it was resumed, are removed. Raises
     OSError if the disk is full, for example.
@@ -21,8 +21,9 @@ def write(out_dir, step, rollouts):
         completion = r.completion
         if not isinstance(completion, str):
             completion = json.dumps(completion, default=str)
-        rows.append({"step": step, "ids": r.ids, "spans": [*r.spans], "logprobs": r.logprobs,
-                     "score": r.score, "parts": json.dumps(r.parts), "completion": completion})
+        rows.append({"step": step, "ids": r.ids, "spans": [*r.spans], "row_starts": [*r.row_starts],
+                     "logprobs": r.logprobs, "score": r.score, "parts": json.dumps(r.parts),
+                     "completion": completion})
     folder = Path(out_dir, "rollouts")
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:06}.parquet"

@@ -181,9 +181,9 @@ def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, 
     before, after = (dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
                      for path in (folder, tmp_path / "run" / "checkpoint-1"))
     moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
-    assert moved["model.layers.0.mlp.up_proj.weight"] == pytest.approx(5e-4, rel=1e-2)
-    assert moved["model.embed_tokens.weight"] == pytest.approx(5e-5, rel=1e-2)
-    assert moved["model.norm.weight"] == 0
+    assert moved["model.layers.1.mlp.up_proj.weight"] == pytest.approx(5e-4, rel=1e-2)
+    assert moved["model.layers.0.mlp.up_proj.weight"] == pytest.approx(5e-5, rel=1e-2)
+    assert moved["model.embed_tokens.weight"] == moved["model.norm.weight"] == 0
     # And in a resumed run.
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[23]"))
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=2)

@@ -16,6 +16,8 @@ OTHERS = ["train_dapo.py", "train_ppo.py", "train_async.py", "train_sft.py"]
 METHOD = {
     "# The ratio compares the policy with pi_old, the policy before the first update. For the age of the",
     'task = "algebra"                # algebra, compose, gsm8k, or file for your own rows, with their answers',
+    "max_prompt_length = 64          # in tokens; longer prompts are left out of evaluations",
+    "max_completion_length = 64      # in tokens, of what is sampled; longer rows than both together are left out",
     "learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-5",
     "max_steps = 60                  # each makes an update with prompts_per_step rows",
     "seed = 0                        # of generated problems, order of rows, sampling"}

@@ -104,7 +104,7 @@ def read_block(path):
 def read_config_file(name, script):
     """Yield (place, key, literal) for each line. The file is parsed, never run: it can only set values."""
     folders = Path(), Path(script).parent, Path(__file__).parent
-    paths = [folder / name for folder in folders if (folder / name).is_file()]
+    paths = [folder / name for folder in folders if os.path.isfile(folder / name)]
     check(paths, f"cannot read {name} (no such file)")
     path = paths[0]
     try:

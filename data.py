@@ -240,8 +240,7 @@ def as_message(message):
     are {} where there are none."""
     fields = {}
     if isinstance(message, dict):
-        # Rows of a parquet file may hold dates.
-        fields = json.loads(json.dumps(message, default=str), object_hook=without_null)
+        fields = json.loads(json.dumps(message, default=date_as_text), object_hook=without_null)
     if "from" in fields:                                        # ShareGPT's form
         fields = {"role": fields.pop("from"), "content": fields.pop("value", "")} | fields
     role = str(fields.get("role")).lower()
@@ -269,6 +268,13 @@ def as_message(message):
         raise ValueError(f"a message needs a role, one of {', '.join(MESSAGE_ROLES)}, and a content, a "
                          f"string or a list of text blocks: {message!s:.100}")
     return fields
+
+
+def date_as_text(value):
+    # Messages of a parquet file may hold dates, which JSON does not have. Bytes would not be what they say.
+    if isinstance(value, bytes):
+        raise ValueError(f"a message cannot hold bytes: {value!r:.100}")
+    return str(value)
 
 
 def without_null(fields):

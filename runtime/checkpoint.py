@@ -270,6 +270,8 @@ def lock(out_dir):
     killed live on until the end of their step. Raises ValueError if that run does not end or the folder
     belongs to no run, and OSError if it cannot be written.
     """
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(out_dir)                        # raises if the path is too long, on which makedirs recurses
     os.makedirs(out_dir, exist_ok=True)
     # A run's folder has a .lock from its first moment on.
     strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}

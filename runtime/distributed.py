@@ -22,7 +22,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
 import torch
 import torch.distributed as dist
 
-from configurator import input_errors, tell_launcher
+from configurator import fail, tell_launcher
 from runtime.user_code import closing, make_lenient
 
 
@@ -60,8 +60,12 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     if timeout > 0:
         seconds = min(max(1800, 2 * timeout), seconds)
     limit = datetime.timedelta(seconds=seconds)
-    with input_errors():                                        # RANK alone, for example
+    try:
         dist.init_process_group(backend, timeout=limit, **group)
+    except dist.DistError:                                      # another rank is missing, for example
+        raise
+    except (ValueError, RuntimeError) as error:                 # RANK alone, or a network that is not there
+        fail(str(error))
     world_size = dist.get_world_size()
     # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
     # next; ranks that are only engines do not need it.

@@ -164,7 +164,7 @@ def end_tokens(model, tokenizer):
     with errors:
         named_by.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = next((ids for ids in named_by if ids is not None), [])
-    if isinstance(ids, int):
+    if not isinstance(ids, list):
         ids = [ids]
     vocabulary = range(read_config(model).get_text_config().vocab_size)
     if not ids or {*ids} - {*vocabulary}:

@@ -94,9 +94,10 @@ def load_from(spec, key, kind, others=""):
     except BaseException as error:
         raise ValueError(f"{key}: {place} raised {shown(error)}") from error
     target = getattr(module, name, None)
-    # A builtin such as max may not say what its parameters are.
-    if not callable(target) or inspect.isbuiltin(target):
-        raise ValueError(f"{key}: {place} has no {kind} {name} at its top level")
+    try:
+        inspect.signature(target)               # a builtin such as max or dict does not say what it takes
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {place} has no {kind} {name} at its top level") from error
     return target
 
 

@@ -583,7 +583,7 @@ class Game:
 ENVIRONMENT_NAMES = {
     "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b"],
     r"environment.*g\.txt": ["g.txt:Game"],
-    r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
+    r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no Class game": ["g.py:game"]}
 ENVIRONMENT_FILES = {  # what is in g.py
     r"environment.*g\.py": ["1/0", "import sys; sys.exit(0)", "class Game(:", "", "Game = 5", GARBAGE,
                             FOLDER],

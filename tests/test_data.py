@@ -1162,3 +1162,9 @@ def test_a_named_column_of_answers_leaves_the_source_as_it_is(tmp_path):
     assert row["source"] == "x" and row["answer"] == "1"
     ((_, row),) = data.file_rows(write(tmp_path / "other.jsonl", {"prompt": "a?", "gold": "1"}), "", "gold")
     assert "source" not in row
+
+
+def test_bytes_in_a_message_are_refused_and_dates_are_text():
+    assert data.as_message({"role": "user", "content": "x", "day": datetime.date(2026, 5, 1)})["day"] == "2026-05-01"
+    with pytest.raises(ValueError, match="a message cannot hold bytes: b'x'"):
+        data.as_message({"role": "user", "content": b"x"})

@@ -147,8 +147,10 @@ def reload_vllm(llm, named_tensors, ranks, has_head):
                 held[name] = checksum(tensor)
 
     layerwise.get_numel_loaded = watched_count
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
-    layerwise.get_numel_loaded = count
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+    finally:
+        layerwise.get_numel_loaded = count
     return held
 
 

@@ -38,6 +38,23 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def experts(folder, tmp_path_factory):
+    """A Qwen3-MoE of two layers, each with four experts, with random weights."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    path = str(tmp_path_factory.mktemp("experts"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
+        num_experts_per_tok=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2, suits=TINY_DEFAULTS)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def mesh():
     import torch.distributed as dist

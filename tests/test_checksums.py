@@ -1,6 +1,7 @@
 """Weights are proved at each sync: what a checksum adds up over, and faults between trainer and engine."""
 import importlib.util
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import rollout
 import runs
 from model import load_policy
-from weights import checksum, engine_weights
+from weights import checksum, engine_weights, reload_vllm
 
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -127,6 +128,19 @@ def test_each_fault_is_found_at_its_sync(both, fault):
         engine.load_weights(harmed, 2)
     assert names.get(fault, ONE) in str(error.value)
     engine.load_weights(moved(*both), 3)
+
+
+def test_vllm_counts_by_its_own_function_again_after_a_sync_that_fails():
+    layerwise = pytest.importorskip("vllm.model_executor.model_loader.reload.layerwise")
+    count = layerwise.get_numel_loaded
+
+    def fails(*_, **__):
+        assert layerwise.get_numel_loaded is not count
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        reload_vllm(SimpleNamespace(collective_rpc=fails), [], 1, True)
+    assert layerwise.get_numel_loaded is count
 
 
 def test_an_engine_that_leaves_weights_out_is_found(both, monkeypatch):

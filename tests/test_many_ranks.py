@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig,
-                          Qwen3MoeForCausalLM)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench.models import make
 from model import load_policy
@@ -29,7 +28,6 @@ from runtime.model_folder import model_class
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
-from configurator import TINY_DEFAULTS
 from test_packing import episode
 from weights import engine_weights
 
@@ -415,20 +413,6 @@ def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, 
     run(0, 3, resume="auto")
     state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer" / "state.json").read_text())
     assert state["first_gap"] == gaps[0] != gaps[1]
-
-
-@pytest.fixture(scope="module")
-def experts(folder, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("experts"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
-        num_experts_per_tok=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2, suits=TINY_DEFAULTS)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])

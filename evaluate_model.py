@@ -21,8 +21,8 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
                                 # algebra:3 is harder, and suits a model of 1 B parameters
-train_file = ""                 # the JSONL or parquet file of a run, whose held-out rows are used
-eval_file = ""                  # a JSONL or parquet file whose rows are all used
+train_file = ""                 # that of a run, whose held-out rows are used: files, folders, patterns or hf://...
+eval_file = ""                  # rows that are all used, in the same form
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
 reward = ""                     # file.py:function,... or math_verify; if empty, the reward of the task
 from config.conversation import *  # prompts, sampling, reward, episodes

@@ -12,8 +12,6 @@ from torch.autograd.graph import save_on_cpu
 import model
 from runtime.logprobs import LOGITS, head_logits
 
-WAYS = ("head", "host")
-
 
 @torch.compile(dynamic=True)
 def statistics(logits, targets):

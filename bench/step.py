@@ -13,6 +13,7 @@ bench/against_trl.py.
 "Bare" is LLM.generate with logprobs, by the same engine, always awake and without a seed per prompt.
 On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """
+import contextlib
 import gc
 import json as json_module
 import math
@@ -32,7 +33,6 @@ import attention
 import losses
 import packing
 import rollout
-from bench.faster import WAYS, apply
 from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed
@@ -72,7 +72,7 @@ configure(globals(), choices={"engine": ("vllm", "hf")})
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
 check(sequence_parallel_size > 0 and int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
       f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")
-check(set(filter(None, faster.split(","))) <= {*WAYS}, f"faster={faster}: choose from {', '.join(WAYS)}")
+check(set(filter(None, faster.split(","))) <= {"head", "host"}, f"faster={faster}: choose from head, host")
 check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")
 rank, world_size, device, mesh, sequence_group = distributed.set_up(0, sequence_parallel_size)
 cuda = device.type == "cuda"
@@ -152,7 +152,10 @@ if not shared:
     order = packing.prefix_order                # as if no two sequences began with the same token
     packing.prefix_order = lambda *arguments: [(s, size, 0) for s, size, _ in order(*arguments)]
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, torch_compile, sequence_group)
-context = apply(faster.split(","))
+context = contextlib.nullcontext()
+if faster:
+    from bench.faster import apply      # it loads PyTorch's compiler: 41 MB that no script pays
+    context = apply(faster.split(","))
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))), 1, completion_length)
@@ -175,6 +178,7 @@ def update():
 first_norm = update()
 first_update = since_launch()
 train_seconds = seconds(update)
+peak_memory = most_in_use()             # before the probes below take memory of their own
 parts = list(micro_batches(policy, rollouts, range(len(rollouts)), token_budget))
 in_rollouts, computed = sum(len(r.ids) for r in rollouts), sum(part.input_ids.numel() for part in parts)
 pairs = sum(len(part.input_ids) * (size * key_size - size * (size - 1) / 2) for part in parts
@@ -200,7 +204,7 @@ figures = {
     "tokens computed": computed, "update (s)": train_seconds,
     "training tokens/s": in_rollouts / train_seconds,
     "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
-    "peak memory (GB)": most_in_use() / 1e9, "launch to the first update (s)": first_update,
+    "peak memory (GB)": peak_memory / 1e9, "launch to the first update (s)": first_update,
     "gradient norm of the first update": first_norm}
 if cuda:
     asked = SimpleNamespace(

@@ -192,7 +192,7 @@ def configure(namespace, argv=None, choices={}):
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget num_mini_batches num_epochs
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
-    top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
+    top_p rollout_ranks sequence_parallel_size steps batch_size correction_cap""".split()
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
     weight_decay adam_beta1 adam_beta2

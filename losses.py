@@ -12,6 +12,7 @@ of P prompts, and the completions of a prompt are adjacent. Only `logp` and `val
 import math
 from collections import defaultdict
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -367,48 +368,46 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 
 # The engine that sampled and the trainer compute slightly different logprobs. Importance weights [C], without
 # gradient, multiply the token losses to correct for that. Each function of CORRECTIONS is called with
-# (old_logp, engine_logp, mean=..., lengths=..., low=..., high=...) and declares the keywords that it uses.
+# (old_logp, engine_logp, mean=..., lengths=..., cap=..., low=..., high=...).
 #   old_logp, engine_logp [C]: the trainer's and the engine's logprobs of the same tokens.
 #   mean: as in the losses. lengths [C]: for each token the length of its sequence.
 # The ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
 #   none               1
-#   token_truncate     min(ratio, high)                        TIS, https://fengyao.notion.site/off-policy-rl
+#   token_truncate     min(ratio, cap)                         TIS, https://fengyao.notion.site/off-policy-rl
 #   token_mask         ratio, but 0 outside [low, high]           IcePop, https://ringtech.notion.site/icepop
 #   sequence_truncate  as token_truncate, with the product of the sequence's ratios as the ratio
 #   sequence_mask      as token_mask, with the same product             MIS, https://richardli.xyz/rl-collapse
 #   geometric_mask     1, but 0 where the geometric mean of the sequence's ratios is outside [low, high], for
 #                      instance [0.99, 1.01]; the product drifts with the length, and this mean does not
+#   token_truncate,sequence_mask and every other truncation with a mask: the weight of the truncation, but 0
+#                      where the mask's is 0. The mask does not multiply by its ratio as well, because that
+#                      would correct twice. Of two masks, both would read low and high.
 
-def uncorrected(old_logp, engine_logp, **_):
-    """Return a weight of 1 for each token."""
-    return torch.ones_like(old_logp)
+def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
+    """Return the weights by the corrections of these names: none, one, or a truncation and a mask."""
+    weight = torch.ones_like(old_logp)
+    for name in names:
+        level, bound = name.split("_")
+        log_ratio = old_logp - engine_logp
+        if level != "token":
+            log_ratio = mean(log_ratio)
+        if level == "sequence":
+            log_ratio = log_ratio * lengths
+        ratio = log_ratio.clamp(-20, 20).exp()
+        if bound == "truncate":
+            weight = ratio.clamp(max=cap)
+            continue
+        if len(names) == 1 and level != "geometric":
+            weight = ratio
+        weight = weight * ((ratio >= low) & (ratio <= high))
+    return weight
 
 
-def importance(level, bound, old_logp, engine_logp, *, mean, lengths, low, high):
-    """Return the weights for a ratio of the level "token", "sequence" (the product of a sequence's ratios) or
-    "geometric" (their geometric mean), with the bound "truncate" or "mask"."""
-    log_ratio = old_logp - engine_logp
-    if level == "sequence":
-        log_ratio = mean(log_ratio) * lengths
-    elif level == "geometric":
-        log_ratio = mean(log_ratio)
-    ratio = log_ratio.clamp(-20, 20).exp()
-    if bound == "truncate":
-        return ratio.clamp(max=high)
-    inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-    if level == "geometric":
-        return inside
-    return ratio * inside
-
-
-CORRECTIONS = {
-    "none": uncorrected,
-    "token_truncate": partial(importance, "token", "truncate"),
-    "token_mask": partial(importance, "token", "mask"),
-    "sequence_truncate": partial(importance, "sequence", "truncate"),
-    "sequence_mask": partial(importance, "sequence", "mask"),
-    "geometric_mask": partial(importance, "geometric", "mask"),
-}
+TRUNCATIONS = ("token_truncate", "sequence_truncate")
+MASKS = ("token_mask", "sequence_mask", "geometric_mask")
+CORRECTIONS = {"none": partial(importance, ())}
+for names in (*product(TRUNCATIONS), *product(MASKS), *product(TRUNCATIONS, MASKS)):
+    CORRECTIONS[",".join(names)] = partial(importance, names)
 
 
 # ---------------------------------------------------------------- KL to a reference

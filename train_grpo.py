@@ -78,11 +78,11 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # weights tokens by p(trainer) / p(engine), or drops tokens:
-                                # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
-                                # geometric_mask; or none; see losses.CORRECTIONS
+engine_correction = "none"      # weights by p(trainer) / p(engine): token_truncate (TIS), sequence_truncate,
+                                # token_mask, sequence_mask, geometric_mask, or a pair: see losses.CORRECTIONS
+correction_cap = 2.0            # a truncation lowers a larger ratio to this
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
-correction_high = 2.0           # a mask gives weight 0 to a ratio above this; a truncation lowers it to this
+correction_high = 2.0           # a mask gives weight 0 to a ratio above this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
@@ -225,7 +225,7 @@ for step in range(run.first_step, max_steps + 1):
                     epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.CORRECTIONS[engine_correction](
                     old_logp, engine_logp, mean=batch.mean, lengths=batch.sequence_lengths,
-                    low=correction_low, high=correction_high)                           # [C]
+                    cap=correction_cap, low=correction_low, high=correction_high)       # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(

@@ -199,7 +199,7 @@ BOUND = r"\.py: {}(=| must be)"
 BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must not have it
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length "
-              "token_budget num_mini_batches max_steps eval_samples "
+              "token_budget num_mini_batches max_steps eval_samples correction_cap "
               "keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps num_mini_batches",
         DAPO: "num_mini_batches", SAMPLE: "samples max_completion_length",

@@ -105,7 +105,7 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
     # With a correction its weight does that, as in train_async.py, and on-policy the ratio is 1.
     forked(tmp_path / "log", script, *arguments, "--engine_correction=token_truncate",
-           "--correction_high=1.01", f"--out_dir={tmp_path}/weighed")
+           "--correction_cap=1.01", f"--out_dir={tmp_path}/weighed")
     policy, line = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/weighed/checkpoint-2"), lines(tmp_path / "weighed")[2]
     rows, weights = [vars(r) for r in kept(3, "weighed") + kept(2, "weighed")], []
     with torch.no_grad():

@@ -618,7 +618,7 @@ def test_a_ratio_at_a_bound_is_not_beyond_it():
         assert logp.grad[:2].tolist() == pytest.approx([low, -high])
     for correction in ("token_mask", "sequence_mask", "geometric_mask"):
         weight = losses.CORRECTIONS[correction](log_ratio, 0 * log_ratio, mean=lambda x: x, lengths=1,
-                                                low=low, high=high)
+                                                cap=high, low=low, high=high)
         assert weight.bool().tolist() == [True, True, False] and weight.dtype == log_ratio.dtype
 
 
@@ -680,7 +680,7 @@ def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
     for correction, length in (("token_truncate", 1), ("token_mask", 1), ("sequence_truncate", 2),
                                ("sequence_mask", 2)):
         weight = losses.CORRECTIONS[correction](log_ratio / length * one, 0 * one, mean=lambda x: x,
-                                                lengths=length * one, low=0.0, high=1e12)
+                                                lengths=length * one, cap=1e12, low=0.0, high=1e12)
         assert weight.item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -723,30 +723,38 @@ def test_correction_weights(correction):
     length = torch.cat([torch.full((n,), float(n), dtype=torch.float64) for n in LENGTHS])
     sampled[:64] = old[:64] + 0.1 * torch.randn(64, dtype=torch.float64)
     sampled[84:] -= 0.5                                           # the last sequence: too likely by far
-    got = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=length, low=0.8, high=1.3)
+    bounds = {"cap": 1.1, "low": 0.8, "high": 1.3}
+    got = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=length, **bounds)
+    truncation, _, mask = correction.partition(",")
+    if truncation.endswith("mask"):
+        truncation, mask = "", correction
     expected = []
     for o, s in zip(old.split(LENGTHS), sampled.split(LENGTHS)):
         ratios = [math.exp(a - b) for a, b in zip(o.tolist(), s.tolist())]
-        if correction.startswith("sequence"):
-            ratios = [math.prod(ratios)] * len(ratios)
-        if correction == "geometric_mask":
-            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
-            expected += [float(0.8 <= r <= 1.3) for r in ratios]
-        elif correction.endswith("mask"):
-            expected += [r if 0.8 <= r <= 1.3 else 0.0 for r in ratios]
-        elif correction.endswith("truncate"):
-            expected += [min(r, 1.3) for r in ratios]
-        else:
-            expected += [1.0] * len(ratios)
+        product = math.prod(ratios)
+        by_level = {"token": ratios, "sequence": [product] * len(ratios),
+                    "geometric": [product ** (1 / len(ratios))] * len(ratios)}
+        for c in range(len(ratios)):
+            weight = 1.0
+            if truncation.endswith("truncate"):
+                weight = min(by_level[truncation.split("_")[0]][c], 1.1)
+            if mask:
+                ratio = by_level[mask.split("_")[0]][c]
+                # Next to a truncation a mask only drops tokens: both ratios together would correct twice.
+                if not truncation and mask != "geometric_mask":
+                    weight = ratio
+                if not 0.8 <= ratio <= 1.3:
+                    weight = 0.0
+            expected.append(weight)
     assert got.tolist() == pytest.approx(expected) and (len(set(expected)) > 1) == (correction != "none")
-    on_policy = losses.CORRECTIONS[correction](old, old, mean=mean, lengths=length, low=0.8, high=1.3)
+    on_policy = losses.CORRECTIONS[correction](old, old, mean=mean, lengths=length, **bounds)
     assert on_policy.tolist() == [1.0] * 200
 
 
 def test_extreme_gaps_stay_finite():
     old, sampled = torch.tensor([-300.0, 0] * 100), torch.tensor([0.0, -300] * 100)
     for correction in losses.CORRECTIONS:
-        weight = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=mean(old), low=0.5,
+        weight = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=mean(old), cap=2.0, low=0.5,
                                                 high=2.0)
         assert weight.isfinite().all()
 
@@ -755,19 +763,27 @@ def test_extreme_gaps_stay_finite():
     ("geometric_mask", 0.005, 1.0),         # the sequence's product is e^0.58 and does not count
     ("geometric_mask", 0.015, 0.0),
     ("sequence_mask", 0.005, 0.0),
-    ("sequence_truncate", 0.005, 1.01),
-    ("token_mask", 0.005, math.exp(0.005))])
+    ("sequence_truncate", 0.005, 1.003),
+    ("token_mask", 0.005, math.exp(0.005)),
+    # Both thresholds act at the same time: the mask's are of the geometric mean, the cap is of each token.
+    ("token_truncate,geometric_mask", 0.005, 1.003),
+    ("token_truncate,geometric_mask", 0.002, math.exp(0.002)),
+    ("token_truncate,geometric_mask", 0.015, 0.0),
+    ("token_truncate,sequence_mask", 0.002, 0.0),
+    ("sequence_truncate,token_mask", 0.005, 1.003)])
 def test_corrections_of_a_long_sequence(correction, gap, expected):
     sampled = torch.zeros(200, dtype=torch.float64)
     length = torch.tensor(LENGTHS, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
-    got = losses.CORRECTIONS[correction](sampled + gap, sampled, mean=mean, lengths=length, low=0.99,
-                                         high=1.01)
+    got = losses.CORRECTIONS[correction](sampled + gap, sampled, mean=mean, lengths=length, cap=1.003,
+                                         low=0.99, high=1.01)
     assert got[-116:].tolist() == pytest.approx([expected] * 116)
 
 
 def test_the_corrections_are_these():
     assert tuple(losses.CORRECTIONS) == (
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
+        "none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "geometric_mask",
+        "token_truncate,token_mask", "token_truncate,sequence_mask", "token_truncate,geometric_mask",
+        "sequence_truncate,token_mask", "sequence_truncate,sequence_mask", "sequence_truncate,geometric_mask")
 
 
 # ---------------------------------------------------------------- KL

@@ -143,7 +143,8 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
         loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), flat(adv), mean=mean,
                                               engine_logp=flat(engine_logps))
         return loss * losses.CORRECTIONS["sequence_truncate"](flat(old_logps), flat(engine_logps),
-                                                              mean=mean, lengths=flat(lengths), low=0.5, high=2.0)
+                                                              mean=mean, lengths=flat(lengths), cap=2.0, low=0.5,
+                                                              high=2.0)
 
     for aggregation in losses.AGGREGATIONS:
         weight = losses.sequence_weights(lengths, aggregation, [*range(N)], 1, 20)
@@ -198,7 +199,7 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         token_loss, low, high = losses.LOSSES[loss_type](
             logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp)
         weights = losses.CORRECTIONS[correction](old_logp, engine_logp, mean=batch.mean,
-                                                 lengths=batch.sequence_lengths, low=0.5, high=2.0)
+                                                 lengths=batch.sequence_lengths, cap=2.0, low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)
         loss = (batch.flat(adv) * (weights * token_loss + 0.1 * kl - 0.1 * entropy)).sum()
         loss.backward()

@@ -461,7 +461,7 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
     make = per_token_tensors(rollouts)
     old_logps, engine_logps = ([0.3 * x for x in make()] for _ in range(2))
     lengths = torch.tensor([len(x) for x in old_logps])
-    bounds, found = {"low": 0.8, "high": 1.3}, {}
+    bounds, found = {"cap": 1.2, "low": 0.8, "high": 1.3}, {}
     for batch in pack(rollouts, range(16), 80):
         found |= split(batch, losses.CORRECTIONS[correction](
             batch.flat(old_logps), batch.flat(engine_logps), mean=batch.mean,

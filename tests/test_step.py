@@ -65,18 +65,23 @@ def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
     (tmp_path / "shifted.py").write_text(SHIFTED.replace("SCRIPT", "train_grpo.py"))
     metrics, _ = train(None, tmp_path / "run", *STILL, "--advantage=dr_grpo", "--kl_coef=0.5",
                        "--kl_estimator=k1_reward", "--entropy_coef=0.1",
-                       "--engine_correction=token_truncate", "--logprob_gap=1.0",
+                       "--engine_correction=token_truncate,sequence_mask", "--correction_cap=0.9",
+                       f"--correction_low={math.exp(-0.05 * 12.5)}", "--logprob_gap=1.0",
                        script=tmp_path / "shifted.py")
     rows = kept_rollouts(tmp_path / "run", 1)
     lengths = [row["length"] for row in rows]
+    # The ratio of a token is exp(-0.05), which the cap lowers. The mask drops completions of over 12 tokens.
+    weights = [0.9 * (n <= 12) for n in lengths]
+    assert 0 < sum(weights) < 0.9 * len(weights)
     # Each token's k1 is the shift.
     shaped = [row["score"] - 0.5 * 0.05 * n for row, n in zip(rows, lengths)]
     adv = [r - statistics.mean(group) for group in groups_of(shaped) for r in group]
-    policy = sum(-a * n for a, n in zip(adv, lengths)) / sum(lengths)
-    expected = math.exp(-0.05) * policy - 0.1 * metrics[1]["entropy"]
+    policy = sum(-a * n * weight for a, n, weight in zip(adv, lengths, weights)) / sum(lengths)
+    expected = policy - 0.1 * metrics[1]["entropy"]
     assert metrics[1]["loss"] == pytest.approx(expected, rel=1e-3) and abs(policy) > 0.01
     assert metrics[1]["kl"] == pytest.approx(0.05, rel=1e-3)
-    assert metrics[1]["sampling/correction_mean"] == pytest.approx(math.exp(-0.05), rel=1e-4)
+    mean_weight = sum(weight * n for weight, n in zip(weights, lengths)) / sum(lengths)
+    assert metrics[1]["sampling/correction_mean"] == pytest.approx(mean_weight, rel=1e-4)
     assert metrics[1]["sampling/sampling_logp_difference/mean"] == pytest.approx(0.05, rel=1e-3)
 
 

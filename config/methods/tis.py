@@ -9,4 +9,4 @@ Measured with seeds 0, 1 and 2: mean@4 rose from 0.264, 0.244 and 0.254 to 0.969
 pass@4 from 0.672, 0.672 and 0.664 to 0.992, 1.000 and 1.000. docs/recipes.md says how.
 """
 engine_correction = "token_truncate"
-correction_high = 2.0
+correction_cap = 2.0

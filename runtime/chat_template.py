@@ -114,9 +114,9 @@ class Template:
             return message, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
         return message, [read_call(self.tool_names, i, function) for i, function in enumerate(functions)]
 
-    def defused(self, text):
-        """Return the text with a CUT inside everything in it that is encoded as a control token."""
-        return broken_up(text, self.tokenizer, self.control_ids, CUT)
+    def defused(self, value):
+        """Return a text, or a value of JSON, with a CUT inside all that is encoded as a control token."""
+        return broken_up(value, self.tokenizer, self.control_ids, CUT)
 
     def defused_message(self, message):
         """Return a message with a CUT inside all control tokens, also those in its tool calls.
@@ -124,25 +124,10 @@ class Template:
         Its content becomes text.
         """
         message = message | {"content": self.defused(text_in(message["content"]))}
-        calls = []
-        for call in message.get("tool_calls", []):
-            function = call["function"]
-            name = self.defused(function["name"])
-            arguments = self._defused_in(function["arguments"])
-            calls.append(call | {"function": {"name": name, "arguments": arguments}})
+        calls = message.get("tool_calls")
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [call | {"function": self.defused(call["function"])} for call in calls]
         return message
-
-    def _defused_in(self, value):
-        # Returns a value of JSON with a CUT inside all control tokens of its texts and keys.
-        if isinstance(value, str):
-            return self.defused(value)
-        if isinstance(value, list):
-            return [self._defused_in(item) for item in value]
-        if isinstance(value, dict):
-            return {self.defused(key): self._defused_in(item) for key, item in value.items()}
-        return value
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""
@@ -209,12 +194,20 @@ class Template:
                              f"{after[start:start + 120]!r}")
 
 
-def broken_up(text, tokenizer, control_ids, mark):
-    """Return the text with a mark inside everything in it that is encoded as one of control_ids.
+def broken_up(value, tokenizer, control_ids, mark):
+    """Return the value with a mark inside everything in it that is encoded as one of control_ids.
 
-    A single character stays as it is, and half a surrogate pair becomes a question mark.
+    The value is a text, or a value of JSON, in which all texts and keys are broken up. A single character
+    stays as it is, and half a surrogate pair becomes a question mark.
     """
-    text = text.encode(errors="replace").decode()
+    broken = functools.partial(broken_up, tokenizer=tokenizer, control_ids=control_ids, mark=mark)
+    if isinstance(value, list):
+        return [*map(broken, value)]
+    if isinstance(value, dict):
+        return {broken(key): broken(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    text = value.encode(errors="replace").decode()
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     # A tokenizer that normalises makes a control token of other characters as well, so the offsets count.
     cuts = [(start + end) // 2 for token, (start, end) in zip(encoded.input_ids, encoded.offset_mapping)
@@ -222,8 +215,7 @@ def broken_up(text, tokenizer, control_ids, mark):
     if not cuts:
         return text
     # Where two control tokens overlap, the second shows only when the first is broken up.
-    return mark.join([broken_up(text[start:end], tokenizer, control_ids, mark)
-                      for start, end in pairwise([0, *cuts, None])])
+    return mark.join([broken(text[start:end]) for start, end in pairwise([0, *cuts, None])])
 
 
 def result_of(value):

@@ -6,6 +6,7 @@ otherwise a policy could write the judge's next turn itself. Each rank has a who
 waits in host memory while it is not used.
 """
 import math
+from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -30,7 +31,9 @@ class RewardModel:
         self.token_budget = token_budget
         self.tokenizer = load_tokenizer(path, "reward_model")
         added = self.tokenizer.added_tokens_decoder.items()
-        self.control = {number for number, token in added if token.special}     # the ids of control tokens
+        control_ids = {number for number, token in added if token.special}
+        # A policy writes not only the content of a message, but also thoughts and the arguments of calls.
+        self._harmless = partial(broken_up, tokenizer=self.tokenizer, control_ids=control_ids, mark=" ")
         config = AutoConfig.from_pretrained(path)
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
@@ -101,17 +104,6 @@ class RewardModel:
         messages = [self._harmless(turn | {"content": str(turn.get("content") or "")}) for turn in turns]
         with reading(f"reward_model={self.path}: a conversation, by its chat template,"):
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
-
-    def _harmless(self, value):
-        # Breaks up control tokens in a text, or in all texts of a message: a policy also writes thoughts, and
-        # the arguments of calls.
-        if isinstance(value, str):
-            return broken_up(value, self.tokenizer, self.control, " ")
-        if isinstance(value, dict):
-            return {self._harmless(key): self._harmless(entry) for key, entry in value.items()}
-        if isinstance(value, list):
-            return [*map(self._harmless, value)]
-        return value
 
 
 def in_float32(head, inputs):

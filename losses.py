@@ -78,10 +78,8 @@ def dr_grpo(scores, num_generations, **_):
 def grpo_batch(scores, num_generations, **_):
     """advantage = (score - mean of the prompt's scores) / (std of all scores in the batch + 1e-4). The std
     has the divisor n - 1. Lite PPO, Liu et al. 2025, https://arxiv.org/abs/2508.08221."""
-    groups, scored, centred = grouped(scores, num_generations)
-    std = 0.0
-    if scored.sum() > 1:
-        std = groups[scored].std()
+    _, _, centred = grouped(scores, num_generations)
+    std = group_std(scores, len(scores))                          # [1]; the batch is one group
     adv = centred / (std + 1e-4)
     return adv.flatten().float()
 
@@ -269,7 +267,7 @@ def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
     (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
     log_ratio = of_sequence((logp - old_logp).clamp(-20, 20), mean)
-    return clip(log_ratio, torch.zeros_like(log_ratio), adv, epsilon=epsilon, epsilon_high=epsilon_high)
+    return clip(log_ratio, 0, adv, epsilon=epsilon, epsilon_high=epsilon_high)
 
 
 def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
@@ -439,9 +437,6 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
         return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * ratio
     estimates = {"k1": -d, "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach()}
     return estimates[estimator]
-
-
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3+", "k3_is")
 
 
 # ---------------------------------------------------------------- PPO with a critic

@@ -73,6 +73,8 @@ def math_verify(prompts, completions, answer, **columns):
 
 # Tasks whose own reward is not exact_accuracy.
 TASK_REWARDS = {"algebra": accuracy, "arithmetic": accuracy}
+# Tasks whose own reward is loaded like one of yours, because only the runs that use it should import it.
+OWN_REWARDS = {"reasoning_gym": "tasks.reasoning_gym:gym_score"}
 
 
 @dataclass
@@ -104,10 +106,6 @@ def load_reward(spec, task):
     the package of math_verify is missing.
     """
     if not spec:
-        if task.startswith("reasoning_gym:"):
-            # Only the runs that use the package import this.
-            from tasks.reasoning_gym import gym_score
-            return Reward("gym_score", gym_score)
         return Reward("accuracy", TASK_REWARDS.get(task.partition(":")[0], exact_accuracy))
     if spec == "math_verify":
         load_from("math_verify:parse", "reward", "function")    # raises if the package is not installed
@@ -146,11 +144,6 @@ def columns_of(rollouts, settings):
         "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
 
 
-def columns_of_one(columns, i):
-    # Returns the columns of completion i alone.
-    return {key: values[i:i + 1] for key, values in columns.items()}
-
-
 def verl_arguments(columns, i):
     # Returns the arguments that verl's form has for completion i.
     row = {key: values[i] for key, values in columns.items()}
@@ -186,17 +179,20 @@ def arguments_of(reward, function, columns, logs):
 def call_reward(reward, columns, timeout, end, workers):
     """Call a reward once and return a Result for each completion in the columns.
 
-    An async reward is called for each completion instead, as in call_at_once. timeout: the seconds after
-    which an async function is cancelled; 0 sets no limit. Raises Failed if the function raises, TimeUp if it
-    takes too long or if the time `end` of time.monotonic has come, and ValueError if a column is missing or
-    if the function returns what it must not.
+    An async reward is called for each completion instead, `workers` calls at the same time (0: 64), and the
+    list has Failed or TimeUp in place of the Result of a call that fails. timeout: the seconds after which an
+    async function is cancelled; 0 sets no limit. Raises Failed if the function raises, TimeUp if it takes too
+    long or if the time `end` of time.monotonic has come, and ValueError if a column is missing or if the
+    function returns what it must not.
     """
-    if reward.at_once and len(columns["completions"]) > 1:
-        return call_at_once(reward, columns, timeout, end, workers)
+    completions = columns["completions"]
+    if reward.at_once and len(completions) > 1:
+        call = partial(call_reward, reward, timeout=timeout, end=end, workers=workers)
+        with ThreadPoolExecutor(workers or 64) as pool:
+            return [*pool.map(partial(attempt, call, columns), range(len(completions)))]
     if time.monotonic() >= end:
         raise TimeUp
     function = reward.function or load_from(reward.spec, "reward", "function")
-    completions = columns["completions"]
     logged = [{} for _ in completions]
     arguments = arguments_of(reward, function, columns, logging_into(logged))
     returned, error, _ = outcome(partial(function, **arguments), timeout)
@@ -216,20 +212,13 @@ def call_reward(reward, columns, timeout, end, workers):
     return results
 
 
-def call_at_once(reward, columns, timeout, end, workers):
-    """Call an async reward for each completion, `workers` calls at the same time (0: 64).
-
-    Returns for each completion its Result, or the error of its call, Failed or TimeUp.
-    """
-    def call(i):
-        try:
-            [result] = call_reward(reward, columns_of_one(columns, i), timeout, end, workers)
-            return result
-        except (Failed, TimeUp) as error:
-            return error
-
-    with ThreadPoolExecutor(workers or 64) as pool:
-        return [*pool.map(call, range(len(columns["completions"])))]
+def attempt(call, columns, i):
+    """Return the Result that a call has for completion i alone, or its error, Failed or TimeUp."""
+    try:
+        [result] = call({key: values[i:i + 1] for key, values in columns.items()})
+        return result
+    except (Failed, TimeUp) as error:
+        return error
 
 
 def parts_of(name, returned, text):
@@ -275,7 +264,7 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
 
     process: the UserProcess in which a call has `timeout` seconds; 0 sets no limit. If a call for several
     completions fails, these and all later ones are scored by calls of their own. No call begins after the
-    time `end` of time.monotonic. workers: as in call_at_once. Raises ValueError where call_reward and
+    time `end` of time.monotonic. workers: as in call_reward. Raises ValueError where call_reward and
     apply_reward_errors do.
     """
     def call(columns):
@@ -297,12 +286,7 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
             print(f"reward {reward.name} {error} for {count} completions: each is now scored by a call of "
                   "its own", file=sys.stderr)
     if not together:
-        results = []
-        for i in range(count):
-            try:
-                results += call(columns_of_one(columns, i))
-            except (Failed, TimeUp) as error:
-                results.append(error)
+        results = [attempt(call, columns, i) for i in range(count)]
     if process and any(isinstance(result, TimeUp) for result in results):
         process.end()                           # because calls of an async reward may go on
     return apply_reward_errors(reward, columns["completions"], results, reward_errors)
@@ -391,7 +375,7 @@ class Scorer:
         if reward_specs == ["none"]:
             reward_specs = []
         elif not reward_specs and not (self.environment or s.agent):
-            reward_specs = [""]                                 # the task's own reward
+            reward_specs = [OWN_REWARDS.get(s.task.partition(":")[0], "")]
         for spec in reward_specs:
             reward, process = self._load(spec)
             if reward.environments and player.make:
@@ -415,12 +399,11 @@ class Scorer:
     def _load(self, spec):
         # Returns a Reward and the UserProcess that calls it, or None if it is called in this process.
         s = self.settings
-        source = source_of(spec) or spec or s.task
+        source = source_of(spec) or spec
         # A function of the user's may do anything, and so may reasoning_gym's verifiers. They get a process
         # of their own. Without a time limit they are called in this process, where a debugger finds them; so
         # is a reward that reads environments, or stands in the file of their class.
-        may_hang = spec or s.task.startswith("reasoning_gym:")
-        if may_hang and s.call_timeout and source != source_of(s.environment):
+        if spec and s.call_timeout and source != source_of(s.environment):
             load = load_reward, spec, s.task
             process = self.processes.setdefault(source, UserProcess(STARTED_IN, *load))
             reward = process.call(0, *load)
@@ -441,9 +424,7 @@ class Scorer:
         if all(r.problem for r in trial):
             raise ValueError(f"{trial[0].problem} for a made-up completion: reward={s.reward}, "
                              f"call_timeout={s.call_timeout:g}")
-        names = set()
-        if self.environment:
-            names.add(self.environment)
+        names = {self.environment} - {""}
         for name, results in sources:
             counting = set()
             for result in results:

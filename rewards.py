@@ -131,7 +131,8 @@ def load_reward(spec, task):
 def columns_of(rollouts, settings):
     """Return the columns that a reward may take, as in TRL. Of the data set's columns these are the ones that
     all rows have."""
-    rows = [r.row for r in rollouts]
+    # A reward that changes what it gets must not change the rows of the run, nor its conversations.
+    rows = copy.deepcopy([r.row for r in rollouts])
     columns = {}
     for key in rows[0]:
         if key != "prompt" and all(key in row for row in rows):
@@ -140,7 +141,8 @@ def columns_of(rollouts, settings):
     # The version of the weights is the number of steps that they were trained for.
     states = [SimpleNamespace(global_step=max(r.sampled_by), max_steps=max_steps) for r in rollouts]
     return columns | {
-        "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts],
+        "prompts": [row["prompt"] for row in rows],
+        "completions": copy.deepcopy([r.completion for r in rollouts]),
         "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
 
 
@@ -161,15 +163,11 @@ def verl_arguments(columns, i):
 def arguments_of(reward, function, columns, logs):
     # Returns the arguments for a call of the reward's function. logs: {name: function}, by which the function
     # may log. `accepted` leaves out what the function does not take; verl's functions get logs only by name.
-    # A reward that changes what it gets must not change the rows of the run.
-    copied = {key: copy.deepcopy(values) for key, values in columns.items() if key != "environments"}
-    if "environments" in columns:
-        copied["environments"] = columns["environments"]
     name = f"reward {reward.name}"
     if reward.form == "TRL":
-        copied["trainer_state"] = copied["trainer_state"][-1]   # TRL has one for all completions
-        return accepted(function, copied | logs, name)
-    rows = [verl_arguments(copied, i) for i in range(len(columns["completions"]))]
+        state = columns["trainer_state"][-1]                    # TRL has one for all completions
+        return accepted(function, columns | logs | {"trainer_state": state}, name)
+    rows = [verl_arguments(columns, i) for i in range(len(columns["completions"]))]
     if reward.form == "verl":
         return accepted(function, rows[0], name, logs)
     batch = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
@@ -205,11 +203,8 @@ def call_reward(reward, columns, timeout, end, workers):
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
                          "values, one for each completion")
-    results = []
-    for value, completion, log in zip(returned, completions, logged):
-        parts, steps = parts_of(reward.name, value, content(completion))
-        results.append(Result(parts, steps, log))
-    return results
+    return [result_of(reward.name, value, content(completion), log)
+            for value, completion, log in zip(returned, completions, logged)]
 
 
 def attempt(call, columns, i):
@@ -221,8 +216,8 @@ def attempt(call, columns, i):
         return error
 
 
-def parts_of(name, returned, text):
-    # Returns (parts, steps) of the value that the reward of this name returned for the completion `text`.
+def result_of(name, returned, text, logged):
+    # Returns the Result of the value that the reward of this name returned for the completion `text`.
     steps = []
     try:
         parts = returned
@@ -241,7 +236,7 @@ def parts_of(name, returned, text):
             # verl's functions may return, next to the score, entries that are not numbers.
             if key == "score" or "score" not in parts or hasattr(value, "__float__"):
                 numbers[str(key)] = math.nan if value is None else as_float(value)
-        return numbers, steps
+        return Result(numbers, steps, logged)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict "

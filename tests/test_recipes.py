@@ -78,7 +78,7 @@ def test_a_base_is_made(base, tmp_path):
     forked(tmp_path / "log", "tiny/pretrain.py", f"--base={base}", f"--out={tmp_path}/base",
            *runs.with_defaults([], small))
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "base").config
-    assert (config.num_hidden_layers, config.hidden_size) == (1, 128 if base == "compose" else 160)
+    assert (config.num_hidden_layers, config.hidden_size) == (1, 160)
 
 
 def test_dppo_takes_stale_rollouts(reward_file, tmp_path):

@@ -3,8 +3,8 @@ This script trains small Qwen3 models that read bytes; the default run's has a m
 model folders tiny/algebra, tiny/episodes and tiny/compose, for --model=tiny, tiny_episodes and tiny_compose:
 
     python -m tiny.pretrain --base=algebra --out=out/algebra              # 19 minutes of one busy core
-    python -m tiny.pretrain --base=episodes --out=out/episodes
-    python -m tiny.pretrain --base=compose --out=out/compose
+    python -m tiny.pretrain --base=episodes --out=out/episodes --steps=1000
+    python -m tiny.pretrain --base=compose --out=out/compose --steps=1500 --hidden_size=128
 
 The default model is trained from scratch on problems of the train split, none of which is held out, and reads
 two styles of answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are
@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import (DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast,
                           Qwen3Config, Qwen3ForCausalLM)
 
-from configurator import TINY_DEFAULTS, check, check_values, configure, overridden
+from configurator import TINY_DEFAULTS, check, check_values, configure
 from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
                                      guess_problem, held_out)
 
@@ -191,9 +191,8 @@ def compose(rng):
         yield None, [{"role": "user", "content": text}, {"role": "assistant", "content": solution}]
 
 
-# Each model has a function that yields what it reads, and settings that count unless others are given.
-BASES = {"algebra": (problems, {}), "episodes": (episodes, {"steps": 1000}),
-         "compose": (compose, {"steps": 1500, "hidden_size": 128})}
+# Each model has a function that yields what it reads.
+BASES = {"algebra": problems, "episodes": episodes, "compose": compose}
 
 
 def encoded(tokenizer, tools, messages):
@@ -243,11 +242,9 @@ def pretrain(model, tokenizer, conversations):
 if __name__ == "__main__":
     settings = configure(globals(), choices={"base": BASES})
     check_values(settings)
-    conversations, suited = BASES[base]
-    globals().update({key: value for key, value in suited.items() if key not in overridden})
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-    pretrain(model, tokenizer, conversations(random.Random(seed)))
+    pretrain(model, tokenizer, BASES[base](random.Random(seed)))
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)

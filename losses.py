@@ -252,7 +252,7 @@ def unclipped(loss):
     return loss, nowhere, nowhere
 
 
-def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, **_):
+def clip(logp, old_logp, adv, *, epsilon, epsilon_high, **_):
     """loss = -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv). The gradient is 0 where adv
     pushes the ratio further past a bound. PPO, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7;
     two different bounds come from DAPO."""
@@ -262,7 +262,7 @@ def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, **_):
     return loss, low, high
 
 
-def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
+def gspo(logp, old_logp, adv, *, mean, epsilon, epsilon_high, **_):
     """loss = clip's loss with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
     (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
@@ -270,7 +270,7 @@ def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     return clip(log_ratio, 0, adv, epsilon=epsilon, epsilon_high=epsilon_high)
 
 
-def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
+def gmpo(logp, old_logp, adv, *, mean, epsilon, epsilon_high, **_):
     """loss = -adv * geometric mean of the sequence's ratios, clipped as in clip. Use it with sequence_mean.
     Zhao et al. 2025, https://arxiv.org/abs/2507.20673; their bounds e^-0.4 and e^0.4 are epsilon = 0.33 and
     epsilon_high = 0.49."""
@@ -282,7 +282,7 @@ def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     return loss, low, high
 
 
-def cispo(logp, old_logp, adv, *, epsilon_high=0.2, **_):
+def cispo(logp, old_logp, adv, *, epsilon_high, **_):
     """loss = -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: clipped tokens keep a gradient.
     MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eq. 4-5."""
     ratio = (logp - old_logp).clamp(-20, 20).exp()
@@ -306,7 +306,7 @@ def gpg(logp, old_logp, adv, **_):
     return unclipped(-adv * logp)
 
 
-def dppo(logp, old_logp, adv, *, engine_logp, epsilon=0.2, epsilon_high=0.2, **_):
+def dppo(logp, old_logp, adv, *, engine_logp, epsilon, epsilon_high, **_):
     """loss = -stop_gradient(min(ratio, 20)) * adv * logp, with ratio = exp(logp - engine_logp). The loss is 0
     where the probability is more than epsilon below the engine's and adv pushes it further down, and where it
     is more than epsilon_high above and adv pushes it further up. An unlikely token may therefore change by a

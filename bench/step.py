@@ -165,7 +165,7 @@ def update():
     for batch in micro_batches(policy, rollouts, range(len(rollouts)), token_budget):
         with context:
             logp, entropy = policy(batch, 1.0)
-        token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.flat(adv))
+        token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.flat(adv), epsilon=0.2, epsilon_high=0.2)
         loss = (batch.flat(weight) * token_loss).sum()
         (loss * world_size).backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()

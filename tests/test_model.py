@@ -117,7 +117,7 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
             torch.testing.assert_close(part, logps[s].detach(), atol=1e-5, rtol=1e-5)
             assert torch.equal(part, without_gradient[s])
         token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.flat(adv),
-                                                    mean=batch.mean)
+                                                    mean=batch.mean, epsilon=0.2, epsilon_high=0.2)
         loss = (batch.flat(weight) * token_loss).sum()
         loss.backward()
         total += loss.item()
@@ -141,7 +141,7 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
 
     def token_losses(logp, flat, mean):
         loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), flat(adv), mean=mean,
-                                              engine_logp=flat(engine_logps))
+                                              engine_logp=flat(engine_logps), epsilon=0.2, epsilon_high=0.2)
         return loss * losses.CORRECTIONS["sequence_truncate"](flat(old_logps), flat(engine_logps),
                                                               mean=mean, lengths=flat(lengths), cap=2.0, low=0.5,
                                                               high=2.0)
@@ -181,7 +181,8 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
     policy = load_policy(folder, mesh, torch.float32)
     (batch,) = pack(rollouts, [0, 1], 100)
     logp, _ = policy(batch, 1.0)
-    token_loss, low, high = losses.LOSSES["clip"](logp, batch.flat(old_logps), batch.flat(adv))
+    token_loss, low, high = losses.LOSSES["clip"](logp, batch.flat(old_logps), batch.flat(adv),
+                                                  epsilon=0.2, epsilon_high=0.2)
     loss = (token_loss / num_tokens).sum()
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and 0 < (low | high).sum() < num_tokens
@@ -197,7 +198,7 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         logp, entropy = policy(batch, 1.0)
         old_logp, engine_logp = batch.flat({}), logp.detach()
         token_loss, low, high = losses.LOSSES[loss_type](
-            logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp)
+            logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp, epsilon=0.2, epsilon_high=0.2)
         weights = losses.CORRECTIONS[correction](old_logp, engine_logp, mean=batch.mean,
                                                  lengths=batch.sequence_lengths, cap=2.0, low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)
@@ -313,7 +314,8 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
     total = 0.0
     for batch in pack(rollouts, range(count), rng.randint(width, 4 * width)):
         new, _ = policy(batch, temperature)
-        token_loss, _, _ = losses.LOSSES["clip"](new, batch.flat(old_logps), batch.flat(adv))
+        token_loss, _, _ = losses.LOSSES["clip"](new, batch.flat(old_logps), batch.flat(adv),
+                                                 epsilon=0.2, epsilon_high=0.2)
         part = (batch.flat(weight) * token_loss).sum()
         part.backward()
         total += part.item()
@@ -405,7 +407,7 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         logp, entropy = policy(batch, 1.0)
         assert logp.shape == entropy.shape == batch.targets.shape
         old = split(batch, logp.detach())
-        loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.flat(adv), mean=batch.mean)
+        loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.flat(adv), epsilon=0.2, epsilon_high=0.2)
         (batch.flat(adv) * loss).sum().backward()
         assert all(p.grad is not None for p in policy.parameters())
         # Such a read would have raised this.

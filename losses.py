@@ -377,12 +377,15 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 #   sequence_mask      as token_mask, with the same product             MIS, https://richardli.xyz/rl-collapse
 #   geometric_mask     1, but 0 where the geometric mean of the sequence's ratios is outside [low, high], for
 #                      instance [0.99, 1.01]; the product drifts with the length, and this mean does not
-#   token_truncate,sequence_mask and every other truncation with a mask: the weight of the truncation, but 0
-#                      where the mask's is 0. The mask does not multiply by its ratio as well, because that
-#                      would correct twice. Of two masks, both would read low and high.
+#   token_truncate,sequence_mask, and likewise any truncation with any mask: the truncation's weight, but 0
+#                      where the mask's is 0. The mask does not multiply by its own ratio as well, because
+#                      that would correct twice. Two masks cannot be joined: both would read low and high.
 
 def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
-    """Return the weights by the corrections of these names: none, one, or a truncation and a mask."""
+    """Return the weights of the corrections with these names: of none, of one, or of a truncation and a mask.
+
+    A name says whose ratio is bounded (a token's, or of a sequence the product or the geometric mean), and how.
+    """
     weight = torch.ones_like(old_logp)
     for name in names:
         level, bound = name.split("_")
@@ -395,6 +398,7 @@ def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
         if bound == "truncate":
             weight = ratio.clamp(max=cap)
             continue
+        # By itself a mask also weights by its ratio.
         if len(names) == 1 and level != "geometric":
             weight = ratio
         weight = weight * ((ratio >= low) & (ratio <= high))

@@ -73,7 +73,8 @@ class Conversation:
 
         Return whether there is room for these and for one sampled token. If not, nothing is appended.
         """
-        inserted = self.template.between(self.messages[-1], messages)
+        ended = self.ids[-1] in self.template.eos_ids           # and not by a stop string
+        inserted = self.template.between(self.messages[-1], messages, ended)
         if len(self.ids) + len(inserted) >= self.max_length:
             return False
         self.ids = self.ids + inserted

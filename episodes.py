@@ -36,7 +36,7 @@ from conversation import Conversation
 from runtime.chat_template import Template, result_of
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, load_from,
                                logging_into, name_of, outcome, shown, specs)
-from rollout import Answer, Engine, Request, Rollout, text_of
+from rollout import Answer, Engine, Request, Rollout, stop_pattern, text_of
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -280,6 +280,7 @@ class Player:
     name            the name of the environment's class or of the agent's function
     make            the class, of which instances are made; `object` for functions alone; the function of an
                     agent; or None for single answers
+    stop            a pattern that finds the strings that end a turn, or None
     session_class   endpoint.AgentSession if an agent plays, otherwise None
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
@@ -297,6 +298,7 @@ class Player:
         self.settings = settings
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.stop = stop_pattern(settings.stop)
         self.key = f"tools={settings.tools}"
         self.name = (settings.agent or settings.environment).rpartition(":")[2]
         self.make = None
@@ -400,10 +402,13 @@ class Player:
 
         The calls are as Template.read returns them. An answer that was cut off has none.
         """
-        text = text_of(self.tokenizer, answer.ids, answer.finish_reason)
+        text = text_of(self.tokenizer, answer.ids, self.eos_ids, self.stop)
         if not conversation.template or answer.finish_reason == "length":
             return text, {"role": "assistant", "content": text}, []
-        message, calls = conversation.template.read(conversation.ids, answer.ids, text)
+        sampled = answer.ids
+        if sampled[-1] not in self.eos_ids:         # a stop string has ended the turn, and is not read
+            sampled = text
+        message, calls = conversation.template.read(conversation.ids, sampled, text)
         return text, message, calls
 
     def trial_episodes(self, prompts):

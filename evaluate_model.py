@@ -77,7 +77,8 @@ rollouts = sample(prompts, samples, [f"eval {i}" for i in range(len(prompts))])
 
 def texts_of(rollouts):
     # Returns all that follows each prompt, with what the chat template writes between turns of an episode.
-    return [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], r.finish_reason) for r in rollouts]
+    stop = None if player.make else player.stop                 # turns go on behind a stop string
+    return [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], eos_ids, stop) for r in rollouts]
 
 
 if prompt:

@@ -34,7 +34,7 @@ from weights import SUMS
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
-SAMPLED_WITH = ("max_staleness", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
+SAMPLED_WITH = ("max_staleness", "temperature", "top_p", "top_k", "min_p", "stop", "max_completion_length",
                 "max_turns", "reward_weights")
 
 

@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import os
+import re
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from transformers import AutoConfig, DynamicCache
 
 from runtime import distributed
 from runtime.checkpoint import json_text
-from runtime.model_folder import model_class
+from runtime.model_folder import load_tokenizer, model_class
 from runtime.logprobs import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 from weights import checksum, load_checked, reload_vllm
@@ -152,7 +153,8 @@ class Answer(NamedTuple):
     name: int                # the name of the Request
     ids: list                # the sampled tokens
     logprobs: list           # one per sampled token
-    finish_reason: str       # stop: the last token is an end token; length: it was cut off; abort: by `abort`
+    finish_reason: str       # stop: it ends with an end token or a stop string; length: it was cut off;
+                             # abort: by `abort`
     versions: tuple = ((0, 0),)                 # as in Rollout
     # With a top_k and a temperature it has an int32 array for each sampled token: the ids of the tokens that
     # this one was drawn from, which temperature, min_p, top_k and top_p had left. Otherwise it is empty.
@@ -222,21 +224,47 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     """
     kind = engine_class(settings.engine)
     try:
-        return kind(
+        engine = kind(
             model, dtype, max_length, eos_ids, settings.vllm_gpu_memory_utilization,
             getattr(settings, "vllm_tensor_parallel_size", 1), apart, getattr(settings, "in_flight", False))
     except Exception as error:
         raise ValueError(f"engine={kind.name} cannot run {model}, the other engine may: "
                          f"{error!r:.300}") from error
+    if settings.stop:
+        engine.stop_pattern = stop_pattern(settings.stop)
+        engine.stop_reach = len(settings.stop.encode()) + 8
+        engine.tokenizer = load_tokenizer(model)
+    return engine
 
 
-def text_of(tokenizer, sampled, finish_reason):
-    """Return the text of sampled ids, without the token that ended them and without padding at the end."""
-    if finish_reason == "stop":
+def stop_pattern(stop):
+    """Return a pattern that finds the leftmost of the strings in the setting `stop`, or None without any.
+
+    Commas stand between the strings, in which Python's escapes such as \\n are read. Raises ValueError if a
+    string is empty or ends in the middle of an escape.
+    """
+    if not stop:
+        return None
+    try:
+        # Only characters of Latin-1 stay as they are, because the codec for escapes reads bytes as Latin-1.
+        parts = stop.encode("latin-1", "backslashreplace").split(b",")
+        strings = [part.decode("unicode_escape") for part in parts]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stop={stop}: {error}") from error
+    if "" in strings:
+        raise ValueError(f"stop={stop} has an empty string; a comma in a string is written \\x2c")
+    return re.compile("|".join(map(re.escape, strings)))
+
+
+def text_of(tokenizer, sampled, eos_ids, stop=None):
+    """Return the text of sampled ids up to the first stop string, without end token and padding at the end.
+
+    stop: what stop_pattern returns.
+    """
+    while len(sampled) and sampled[-1] in (*eos_ids, tokenizer.pad_token_id):
         sampled = sampled[:-1]
-    while len(sampled) and sampled[-1] == tokenizer.pad_token_id:
-        sampled = sampled[:-1]
-    return tokenizer.decode(sampled)
+    text = tokenizer.decode(sampled)
+    return stop.split(text, 1)[0] if stop else text
 
 
 class Sampler:
@@ -266,7 +294,8 @@ class Sampler:
             rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, *sampling)
             for i, r in enumerate(rollouts):
                 r.row = prompts[i // n].row
-                r.completion = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
+                r.completion = text_of(
+                    self.tokenizer, r.sampled_ids.tolist(), self.player.eos_ids, self.player.stop)
                 if not isinstance(r.row["prompt"], str):
                     r.completion = [{"role": "assistant", "content": r.completion}]
         self.engine.stop_if_signalled()
@@ -288,6 +317,11 @@ class Engine:
     version = 0             # the version of the weights, as in Rollout
     max_length = math.inf   # how many tokens a row may have
     in_flight = False       # whether weights may change in the middle of requests
+    # load_engine sets these three if there are stop strings: a pattern that finds them, how many of the
+    # newest tokens may hold one, because few tokens have less than a byte of text, and the tokenizer.
+    stop_pattern = None
+    stop_reach = 0
+    tokenizer = None
     incoming = None         # a function that returns the named tensors of a version; train_async.py sets it
     signalled = False       # whether a signal has come: then sampling returns nothing; runtime/run.py sets it
 
@@ -362,6 +396,10 @@ class Engine:
             for j in range(n):
                 requests.append(Request(None, prompt, seed + j, max_tokens, temperature, top_p, top_k, min_p))
         return self.serve(requests, play)
+
+    def has_stopped(self, sampled):
+        """Return whether there is a stop string in the newest sampled ids. Prompts do not count."""
+        return bool(self.stop_pattern.search(self.tokenizer.decode(sampled[-self.stop_reach:])))
 
     def stop_if_signalled(self):
         """End the run if a signal has come. Run.begin puts a method of Run in the place of this one."""
@@ -503,11 +541,13 @@ class VLLMEngine(Engine):
                 # If weights change while rows are being sampled, the prefix cache cannot be emptied. By this
                 # salt a request finds in it only states that the current weights computed.
                 prompt["cache_salt"] = str(self.version)
-            engine.add_request(str(name), prompt, SamplingParams(
+            added = engine.add_request(str(name), prompt, SamplingParams(
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
                 min_p=min_p, logprobs=count, flat_logprobs=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
+            if self.stop_pattern:
+                watch(engine.output_processor.request_states[added].detokenizer, self.has_stopped)
         engine.abort_request([str(name) for name in aborted])
         answers = [self._answer(name, [], [], "abort") for name in aborted]
         for output in engine.step():
@@ -550,6 +590,16 @@ class VLLMEngine(Engine):
             torch.cuda.empty_cache()                            # makes room for the memory that vLLM maps
             self.llm.wake_up(tags=asleep)
             self.asleep -= {*asleep}
+
+
+def watch(detokenizer, has_stopped):
+    # Lets vLLM end a request at a stop string, as it does with a tokenizer of its own: it then asks `update`,
+    # after each token, for the string that was found.
+    def update(new_token_ids, stop_terminated):
+        detokenizer.token_ids += new_token_ids
+        return has_stopped(detokenizer.token_ids)
+
+    detokenizer.update = update
 
 
 def has_head(model):
@@ -607,6 +657,7 @@ class HFEngine(Engine):
         kept = [[] for _ in requests]                           # of each: what its tokens were drawn from
         lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
         alive = lengths == 0                                    # [R]: False for requests that have ended
+        stopped = lengths > 0                                   # [R]: True for those that ended by themselves
         rows = torch.arange(len(requests), device=self.device)  # the requests that are still computed
         cache = DynamicCache(config=self.model.config)
         for t in range(longest):
@@ -627,7 +678,13 @@ class HFEngine(Engine):
                 for i, ids_kept in zip(rows.tolist(), kept_sets.of_mask(mask_kept)):
                     kept[i].append(ids_kept)
             lengths += alive
-            alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < max_tokens)
+            stops = torch.isin(tokens[:, t], self.eos_ids)
+            if self.stop_pattern:
+                newest = tokens[rows, max(0, t + 1 - self.stop_reach):t + 1].tolist()
+                has_stopped = [self.has_stopped(sampled) for sampled in newest]
+                stops[rows] |= torch.tensor(has_stopped, device=self.device)
+            stopped |= alive & stops
+            alive &= ~stops & (lengths < max_tokens)
             if not alive.any():
                 break
             # Once half of the rows have ended, only the others are computed.
@@ -639,9 +696,9 @@ class HFEngine(Engine):
             ids = tokens[rows, t][:, None]
             mask = F.pad(mask, (0, 1), value=1)
         answers = []
-        for request, length, sampled, logps, sets in zip(
-                requests, lengths.tolist(), tokens.tolist(), logprobs.tolist(), kept):
-            finish_reason = "stop" if sampled[length - 1] in self.eos_ids else "length"
+        for request, length, stops, sampled, logps, sets in zip(
+                requests, lengths.tolist(), stopped.tolist(), tokens.tolist(), logprobs.tolist(), kept):
+            finish_reason = "stop" if stops else "length"
             answers.append(self._answer(request.name, sampled[:length], logps[:length], finish_reason,
                                         sets[:length]))
         return answers

@@ -68,11 +68,12 @@ class Template:
         # The texts before and after a CUT are encoded one by one, and some tokenizers put a space between.
         return sum(self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids, [])
 
-    def between(self, turn, reply):
+    def between(self, turn, reply, ended=True):
         """Return the ids after the end token of a turn, up to where the next turn begins.
 
         turn: a message, of which only ids and names of its tool calls matter. reply: the messages that follow
-        it. The result of a call gets the name of the tool that was called.
+        it. The result of a call gets the name of the tool that was called. ended: whether the turn has its
+        end token; if not, the ids begin with it.
         """
         names = {}                                          # {id of a call: name}
         for call in turn.get("tool_calls", ()):
@@ -88,13 +89,14 @@ class Template:
         before = question + sampled
         after = self.opening(messages)
         self._expect(before, after[:len(before)])
-        return after[len(before):]
+        return after[len(before) - (not ended):]
 
     def read(self, before, sampled, text):
         """Return a turn as a message without its calls, and a list with its calls.
 
         A call is a pair: the call as transformers writes it, and what is wrong with it, or "".
-        before: the ids before the turn. sampled, text: ids and text of the turn.
+        before: the ids before the turn. sampled, text: ids and text of the turn; if it has no end token, both
+        are its text.
         """
         message = {"role": "assistant", "content": text}
         response_template = getattr(self.tokenizer, "response_template", None)

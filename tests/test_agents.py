@@ -105,6 +105,16 @@ def test_ids_and_spans_are_those_of_an_environment(engine, games, write):
         assert theirs.counts["untrained_tokens"] == 0
 
 
+def test_a_stop_string_ends_an_agents_turn(games, write):
+    prompts, texts = prompts_for([{"answer": "."}]), ["ab###", "cde###", "f###"]
+    plays = [episode_player(games, "Echo", stop="b##,###"),
+             episode_player("", agent=write(TALK), max_turns=0, stop="b##,###")]
+    both = [one.play(Says(texts), prompts, 1, [0], 5000, 1.0)[0] for one in plays]
+    assert both[0].completion == both[1].completion and both[0].completion[0]["content"] == "a"
+    assert both[0].ids.tolist() == both[1].ids.tolist() and both[0].spans.tolist() == both[1].spans.tolist()
+    assert len(both[1].spans) == 2 and both[1].finish_reason == "stop"
+
+
 def test_calls_of_tools_are_those_of_an_environment(write):
     agent = write("""
         import ast

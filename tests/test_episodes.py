@@ -26,7 +26,7 @@ from runtime import user_code
 from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
-            "tools": "", "agent": "", "max_environments": 0,
+            "tools": "", "agent": "", "max_environments": 0, "stop": "",
             "max_completion_length": 120, "call_workers": 0, "call_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
             "reward_workers": 0, "reward_errors": "stop", "reward_weights": ""}
@@ -279,8 +279,8 @@ def hf(folder):
 class Says(rollout.Engine):
     """An engine whose policy says what is written: for each episode, one text per turn.
 
-    A text without an end token is cut off, and so is what is longer than max_tokens. at_once: how many are
-    answered in a step.
+    A text without an end token or ### is cut off, and so is what is longer than max_tokens. at_once: how many
+    are answered in a step.
     """
     at_once = None
 
@@ -298,7 +298,7 @@ class Says(rollout.Engine):
         answers = []
         for request in requests:
             ids = self.texts[request.name].pop(0)[:request.max_tokens]
-            reason = "stop" if ids[-1] == END else "length"
+            reason = "stop" if ids[-1] == END or TOKENIZER.decode(ids).endswith("###") else "length"
             answers.append(Answer(request.name, ids, [-0.5] * len(ids), reason))
         return answers
 
@@ -341,7 +341,7 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
                                top_k=top_k, min_p=min_p, seed=0)
     generate = lambda ids, n, _, *sampling: engine.generate(ids, n, seeds, *sampling)
     engine_with = SimpleNamespace(generate=generate, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
-    sample = rollout.Sampler(settings, tokenizer, player(""), engine_with)
+    sample = rollout.Sampler(settings, tokenizer, player("", eos_ids=ENDS), engine_with)
     return sample(prompts, n, seeds)
 
 
@@ -349,7 +349,7 @@ def one_turn(way, engine, prompts, n, seeds, *sampling):
     """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
     if way == "single":
         return single(engine, TOKENIZER, prompts, n, seeds, *sampling)
-    return player("").play(engine, prompts, n, seeds, *sampling)
+    return player("", eos_ids=ENDS).play(engine, prompts, n, seeds, *sampling)
 
 
 @pytest.mark.parametrize("way", ["single", "played"])
@@ -406,6 +406,22 @@ def test_an_episode_that_ends_at_once_is_what_the_engine_generates(engine, games
 
 
 # ---------------------------------------------------------------- several turns
+
+@pytest.mark.parametrize("name, texts", [
+    ("Echo", ["a", "bb", "ccc"]),
+    ("Counter", ['<tool_call>{"name": "add", "arguments": {"amount": 2}}</tool_call>', "It is 2."])])
+def test_a_stop_string_ends_a_turn(games, name, texts):
+    """Nobody reads it. The end token that the template puts behind a turn is inserted, and not trained."""
+    rows = [{"answer": "."}]
+    (plain,) = played(games, name, rows, [[text + "<|end|>" for text in texts]])
+    (r,) = played(games, name, rows, [[text + "-###" for text in texts]], stop=r"\x23##,-##")
+    assert r.completion == plain.completion and r.finish_reason == "stop"
+    assert [*r.rewards.values()] == [*plain.rewards.values()]
+    ours, theirs = parts_of(r), parts_of(plain)
+    assert ours[0] == theirs[0] and len(ours) == len(theirs) == 2 * len(texts)
+    assert ours[1::2] == [text + "-###" for text in texts]
+    assert ours[2::2] == ["<|end|>" + inserted for inserted in theirs[2::2]]
+
 
 def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -32,11 +32,14 @@ def test_the_samples_of_a_prompt(folder, tmp_path):
     assert re.findall("^--- sample .*", output, re.MULTILINE) == [f"--- sample {i} of 3" for i in (1, 2, 3)]
 
 
-def test_without_chat_and_with_truncated_sampling(folder, tmp_path):
+def test_without_chat_with_truncated_sampling_and_stop_strings(folder, tmp_path):
     output = forked(tmp_path / "log", "evaluate_model.py", f"--model={folder}", "--chat=false", "--engine=hf",
                     "--samples=2", "--eval_prompts=4", "--task=arithmetic", "--temperature=0.5", "--top_p=0.9",
-                    "--top_k=20")
+                    "--top_k=20", "--stop=e,8", f"--output={tmp_path}/samples.jsonl")
     assert "eval/mean@2" in output
+    samples = [sample for row in lines(tmp_path, "samples.jsonl") for sample in row["samples"]]
+    assert not any({"e", "8"} & {*sample["completion"]} for sample in samples)
+    assert sum(sample["finish_reason"] == "stop" for sample in samples) > 4
 
 
 @pytest.mark.parametrize("temperature", [0.15, 0])

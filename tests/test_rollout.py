@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import weakref
 from types import SimpleNamespace
@@ -145,7 +146,89 @@ def test_a_text_is_decoded_as_it_was_written(folder, tmp_path):
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = model_folder.load_tokenizer(str(path))
-    assert rollout.text_of(tokenizer, tokenizer("a != b ?").input_ids, "length") == "a != b ?"
+    ids = tokenizer("a != b ?").input_ids
+    assert rollout.text_of(tokenizer, ids, [7]) == rollout.text_of(tokenizer, [*ids, 7], [7]) == "a != b ?"
+
+
+def until_stopped(rollouts, strings, tokenizer, eos_ids):
+    """For each rollout of an engine without stop strings: how many of its tokens one with them would have
+    sampled, why it would have ended, and its text."""
+    for r in rollouts:
+        ids = r.sampled_ids.tolist()
+        for count in range(1, len(ids) + 1):
+            text = tokenizer.decode(ids[:count])
+            places = [text.index(string) for string in strings if string in text]
+            if places:
+                yield count, "stop", text[:min(places)]
+                break
+        else:
+            yield len(ids), r.finish_reason, tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids)
+
+
+def watches(engine, stop, folder, monkeypatch):
+    """Gives an engine what load_engine gives one that it makes."""
+    settings = SimpleNamespace(engine="hf", vllm_gpu_memory_utilization=0.4, stop=stop)
+    made = rollout.load_engine(settings, folder, torch.float32, 64, [10, 20, 30])
+    for name in ("stop_pattern", "stop_reach", "tokenizer"):
+        monkeypatch.setattr(engine, name, getattr(made, name))
+    return made
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_a_stop_string_ends_a_completion(engine, folder, monkeypatch, trial):
+    """At the token that completes it, which stays. Characters may have several tokens, of which not all are
+    characters, and the prompts have the second string."""
+    plain = generate(engine, n=16)
+    tokenizer, rng = AutoTokenizer.from_pretrained(folder), random.Random(trial)
+    texts = [text for text in map(tokenizer.decode, completions_of(plain)) if len(text) > 6]
+    wide = [match[0] for text in texts for match in re.finditer(".?[\x80-\ud7ff].?", text) if "\ufffd" not in match[0]]
+    strings = [rng.choice(wide), "i"]
+    while len(strings) < 4:
+        text = rng.choice(texts)
+        start = rng.randrange(len(text) - 4)
+        string = text[start:start + rng.randint(1, 4)]
+        strings += [string] * ("\ufffd" not in string)
+    stop = ",".join(string.encode("unicode_escape").decode().replace(",", r"\x2c") for string in strings)
+    watches(engine, stop, folder, monkeypatch)
+    steps = []
+    monkeypatch.setattr(rollout.distributed.watchdog, "moved", lambda where=None: steps.append(where))
+    rollouts = generate(engine, n=16)
+    expected = [*until_stopped(plain, strings, tokenizer, [10, 20, 30])]
+    for before, r, (count, reason, text) in zip(plain, rollouts, expected, strict=True):
+        assert r.sampled_ids.tolist() == before.sampled_ids[:count].tolist() and r.finish_reason == reason
+        assert np.abs(r.logprobs - before.logprobs[:count]).max() < 1e-5
+        assert rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30], engine.stop_pattern) == text
+    assert 10 < sum(count < len(before.logprobs) for before, (count, *_) in zip(plain, expected)) < 64
+    # Nothing is sampled beyond the step that was under way.
+    assert len(steps) <= max(count for count, *_ in expected) + 2
+    if engine.name == "vllm":
+        assert not engine.llm.llm_engine.has_unfinished_requests()
+        assert engine.llm.llm_engine.engine_core.engine_core.scheduler.get_num_unfinished_requests() == 0
+
+
+def test_a_stop_string_inside_a_token(talker, monkeypatch):
+    """The token stays whole in the row, and the text ends inside it."""
+    tokenizer = AutoTokenizer.from_pretrained(talker)
+    engine = rollout.HFEngine(talker, torch.float32, 64, [10, 20, 30], 0.4)
+    plain = generate(engine, n=16)
+    watches(engine, '"name",l_call', talker, monkeypatch)
+    for before, r, (count, reason, text) in zip(plain, generate(engine, n=16), until_stopped(
+            plain, ['"name"', "l_call"], tokenizer, [10, 20, 30]), strict=True):
+        assert r.sampled_ids.tolist() == before.sampled_ids[:count].tolist() and r.finish_reason == reason
+        assert rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30], engine.stop_pattern) == text
+        assert reason == "length" or text.endswith("<too") or before.finish_reason == "stop"
+
+
+def test_how_stop_strings_are_written():
+    find = rollout.stop_pattern(r"\nUser:,</answer>,\x2c,\\n,é,\u4f60好|").findall
+    assert find("a\nUser: </answer>, n\\n é 你好| 你好") == ["\nUser:", "</answer>", ",", "\\n", "é", "你好|"]
+    assert rollout.stop_pattern("") is None
+    for stop in (",", "a,", ",a", "a,,b"):
+        with pytest.raises(ValueError, match=f"stop={stop} has an empty string"):
+            rollout.stop_pattern(stop)
+    for stop in ("a\\", r"\x2"):
+        with pytest.raises(ValueError, match="^stop=.* codec can't decode"):
+            rollout.stop_pattern(stop)
 
 
 def test_a_generation_repeats_under_its_seeds_whatever_else_is_in_the_batch(engine):

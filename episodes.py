@@ -511,8 +511,9 @@ class OpenEpisodes:
     def play(self, jobs):
         """Play these jobs, if no others are open. Return their Rollouts, or none if a signal has come."""
         self.add("all", jobs)
-        while "all" in self.groups:
-            complete = self.step()
+        with self.engine.progress():
+            while "all" in self.groups:
+                complete = self.step()
         return complete["all"]
 
     def step(self):

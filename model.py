@@ -186,7 +186,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     if group:
         batches = sum([cut_over(group, batch) for batch in batches], [])
     # A batch leaves the list before it is used, so that what attention made for it is freed after its turn.
-    while batches:
+    for _ in distributed.progress(range(len(batches)), "micro-batches"):
         distributed.watchdog.moved()
         yield batches.pop(0).to(device)
 

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import AutoConfig, DynamicCache
 
 from runtime import distributed
@@ -324,6 +325,9 @@ class Engine:
     tokenizer = None
     incoming = None         # a function that returns the named tensors of a version; train_async.py sets it
     signalled = False       # whether a signal has come: then sampling returns nothing; runtime/run.py sets it
+    bar = tqdm(disable=True)    # what a terminal shows: see progress
+    total = 0               # how many requests were added since the bar began
+    ended = 0               # how many requests have ended since then
 
     def __init__(self):
         self.added = []                     # the Requests that step has not begun yet
@@ -337,7 +341,21 @@ class Engine:
         if longest > self.max_length:
             raise ValueError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
         self.added.append(request)
+        self.total += 1
         self.versions[request.name] = {0: self.version}
+
+    def progress(self):
+        """Return a bar for `with`. Inside a terminal shows what `show` tells, and afterwards nothing."""
+        self.total = 0
+        self.ended = 0
+        self.bar = distributed.progress(unit=" tokens")
+        return self.bar
+
+    def show(self, ended, tokens):
+        """Tell the bar how many more requests have ended, and how many more tokens were sampled."""
+        self.ended += ended
+        self.bar.set_description_str(f"{self.ended} of {self.total} completions", refresh=False)
+        self.bar.update(tokens)
 
     def abort(self, names):
         """End requests, if the engine can: the next step returns empty Answers for these names."""
@@ -381,14 +399,15 @@ class Engine:
                                "environment that samples needs a model, or a server, of its own")
 
         def play(requests):
-            for i, request in enumerate(requests):
-                self.add(request._replace(name=i))
             rollouts = {}
-            while len(rollouts) < len(requests):
-                for name, *sampled in self.step():      # ids, logprobs, finish_reason, versions, kept
-                    rollouts[name] = Rollout.single(requests[name].ids, *sampled)
-                if self.signalled:
-                    return []
+            with self.progress():
+                for i, request in enumerate(requests):
+                    self.add(request._replace(name=i))
+                while len(rollouts) < len(requests):
+                    for name, *sampled in self.step():  # ids, logprobs, finish_reason, versions, kept
+                        rollouts[name] = Rollout.single(requests[name].ids, *sampled)
+                    if self.signalled:
+                        return []
             return [rollouts[i] for i in range(len(requests))]
 
         requests = []
@@ -562,6 +581,7 @@ class VLLMEngine(Engine):
                     kept = kept_sets.of_logprobs(flat, vocab_size)
                 answers.append(self._answer(int(output.request_id), list(sample.token_ids), logprobs,
                                             sample.finish_reason, kept))
+        self.show(len(answers), sum(len(answer.ids) for answer in answers))
         return answers
 
     def _load(self, named_tensors):
@@ -658,7 +678,8 @@ class HFEngine(Engine):
         lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
         alive = lengths == 0                                    # [R]: False for requests that have ended
         stopped = lengths > 0                                   # [R]: True for those that ended by themselves
-        rows = torch.arange(len(requests), device=self.device)  # the requests that are still computed
+        count = len(requests)                                   # how many are alive
+        rows = torch.arange(count, device=self.device)          # the requests that are still computed
         cache = DynamicCache(config=self.model.config)
         for t in range(longest):
             if self.signalled:
@@ -685,10 +706,13 @@ class HFEngine(Engine):
                 stops[rows] |= torch.tensor(has_stopped, device=self.device)
             stopped |= alive & stops
             alive &= ~stops & (lengths < max_tokens)
-            if not alive.any():
+            remaining = alive.sum().item()
+            self.show(count - remaining, count)
+            count = remaining
+            if not count:
                 break
             # Once half of the rows have ended, only the others are computed.
-            if 2 * alive.sum() <= len(rows):
+            if 2 * count <= len(rows):
                 places = alive[rows].nonzero()[:, 0]
                 rows = rows[places]
                 mask = mask[places]

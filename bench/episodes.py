@@ -57,7 +57,7 @@ class Paced:
 
     def __init__(self, engine, lockstep=False):
         self.engine, self.lockstep, self.asked = engine, lockstep, 0
-        self.numbers, self.asked_by = engine.numbers, engine.asked_by
+        self.numbers, self.asked_by, self.progress = engine.numbers, engine.asked_by, engine.progress
 
     def serve(self, jobs, play):
         return self.engine.serve(jobs, play)

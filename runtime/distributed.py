@@ -21,6 +21,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from configurator import fail, tell_launcher
 from runtime.user_code import closing, make_lenient
@@ -136,6 +137,13 @@ def from_master(value):
     return values[0]
 
 
+def progress(items=None, name=None, unit="it"):
+    """Return a tqdm over items, or without items one that counts units. On a terminal rank 0 shows it, on a
+    line of stderr that vanishes at the end. Work of less than a second shows nothing."""
+    hidden = dist.is_initialized() and dist.get_rank() > 0
+    return tqdm(items, name, unit=unit, leave=False, delay=1, miniters=0, smoothing=0, disable=hidden or None)
+
+
 # ---------------------------------------------------------------- how a process ends
 
 def leave():
@@ -208,3 +216,4 @@ class Watchdog:
 
 
 watchdog = Watchdog()
+tqdm.monitor_interval = 0       # no thread that looks after bars: with miniters=0 each of them is up to date

@@ -1,11 +1,15 @@
 """Both engines against a full forward of a Hugging Face model, before and after a sync; seeds; sampling."""
 import importlib.util
+import itertools
 import json
 import math
 import os
+import pty
 import random
 import re
+import select
 import shutil
+import termios
 import weakref
 from types import SimpleNamespace
 
@@ -17,6 +21,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma
                           GenerationConfig)
 
 import rollout
+from model import micro_batches
 from weights import compare_logprobs
 from runtime import model_folder
 from runtime.logprobs import head_logits
@@ -597,6 +602,49 @@ def test_a_damaged_generation_config_is_named(folder, tmp_path, content):
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match="generation_config.json cannot be read"):
         model_folder.end_tokens(str(path), tokenizer)
+
+
+# ---------------------------------------------------------------- the progress bar
+
+def shown(monkeypatch, work, made=pty.openpty, rank=0):
+    """What work() writes to stderr. tqdm's clock moves by a second whenever it is read."""
+    reader, writer = made()
+    if made is pty.openpty:
+        termios.tcsetwinsize(writer, (24, 100))
+    clock = itertools.count()
+    with monkeypatch.context() as patch, open(writer, "w") as stderr:
+        patch.setattr("sys.stderr", stderr)
+        patch.setattr("tqdm.std.time", lambda: next(clock))
+        patch.setattr(dist, "get_rank", lambda group=None: rank)
+        work()
+        stderr.flush()
+        text = ""
+        while select.select([reader], [], [], 0.05)[0]:
+            text += os.read(reader, 10 ** 6).decode()
+    return text
+
+
+def test_a_terminal_shows_how_far_the_work_is_and_a_pipe_nothing(engine, monkeypatch):
+    rollouts = []
+
+    def sample():
+        rollouts[:] = generate(engine, n=8)
+
+    text = shown(monkeypatch, sample)
+    tokens = sum(len(r.logprobs) for r in rollouts)
+    lines = re.findall(r"(\d+) of 32 completions: (\d+) tokens \[\d\d:\d\d, +[\d.]+ tokens/s\]", text)
+    assert ("32", str(tokens)) == lines[-1] and sum(0 < int(count) < 32 for count, _ in lines) > 5
+    assert [*map(int, sum(lines, ())[1::2])] == sorted(int(sampled) for _, sampled in lines)
+    # All of it was on one line, which is empty in the end.
+    assert "\n" not in text and re.fullmatch(" *", text.split("\r")[-2]) and text.endswith("\r")
+
+    network = torch.nn.Linear(1, 1)
+    network.sequence_group, network.packed = None, True
+    update = lambda: [*micro_batches(network, rollouts, range(32), 64)]
+    text = shown(monkeypatch, update)
+    assert re.search(r"micro-batches: +\d+%\|.+\| 2/\d+ \[", text) and text.endswith("\r") and "\n" not in text
+    for work in (sample, update):
+        assert shown(monkeypatch, work, os.pipe) == shown(monkeypatch, work, rank=1) == ""
 
 
 # ---------------------------------------------------------------- choosing

@@ -59,8 +59,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
         key = exchange(key, cut.group)
         value = exchange(value, cut.group)
         if s_aux is not None:
-            s_aux_of_ranks = s_aux.chunk(cut.group.size())
-            s_aux = s_aux_of_ranks[cut.group.rank()]
+            s_aux = s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
         if "places" not in segments.made:
             segments.made["places"] = torch.from_numpy(segments.places).to(query.device)
@@ -71,7 +70,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     if query.is_cuda and fused and kernel_takes(query, value):
         output = attend_by_kernel(query, key, value, scaling, segments, window)
     else:
-        output = attend_in_turn(query, key, value, scaling, segments, window, softcap, s_aux)
+        output = attend_in_turn(query, key, value, scaling, segments, window, fused, softcap, s_aux)
     if cut is not None:
         output = exchange(output, cut.group)
     return output, None
@@ -106,7 +105,7 @@ def offsets(sizes, device):
     return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
 
 
-def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
+def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap, sinks):
     # Computes the segments one after the other.
     # The gradient of a slice would be as large as the row, so S slices would cost S * T, which is a tenth of
     # the time of an update of 64 short sequences. split has one gradient for all.
@@ -115,26 +114,20 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
     values = value.split(segments.key_sizes, 2)
     outputs = []
     for q, k, v in zip(queries, keys, values):
-        if softcap is not None or sinks is not None:
-            mask = mask_for(q, k, window)
-            output = explicit_attention(q, k, v, mask, scaling, softcap, sinks)
-        elif q.shape[2] == k.shape[2] <= window:            # it sees no other segment, so it needs no mask
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        before = k.shape[2] - q.shape[2]                    # the keys before the segment's own tokens
+        alone = before == 0 and k.shape[2] <= window        # then it needs no mask
+        mask = None                                         # [len, keys], added to the scores
+        if not (alone and fused):
+            # The logarithm of 1 where a token sees a key, and of 0 elsewhere.
+            seen = q.new_ones(q.shape[2], k.shape[2]).tril(before)
+            mask = seen.triu(before + 1 - min(window, k.shape[2])).log()
+        if fused:
+            output = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=alone, scale=scaling, enable_gqa=True)
         else:
-            mask = mask_for(q, k, window)
-            output = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
+            output = explicit_attention(q, k, v, mask, scaling, softcap, sinks)
         outputs.append(output)
     return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def mask_for(q, k, window):
-    # Returns a mask to add to the scores of a segment, [len, keys]: the logarithm of 1 where a token sees a
-    # key, and of 0 elsewhere.
-    length = q.shape[2]
-    keys = k.shape[2]
-    before = keys - length                                  # the keys before the segment's own tokens
-    seen = q.new_ones(length, keys).tril(before)
-    return seen.triu(before + 1 - min(window, keys)).log()
 
 
 class Pick(torch.autograd.Function):
@@ -229,11 +222,8 @@ def part(batch, leader, group):
 def join(values, cut):
     """Join values that each rank computed for its part of a row: [C] on the leader, [0] on other ranks.
 
-    cut: a Cut, or None if the row is whole, and so are its values. The gradient goes back to the rank that
-    computed a value. A collective of the group.
+    The gradient goes back to the rank that computed a value. A collective of the group.
     """
-    if cut is None:
-        return values
     joined = values.new_zeros(cut.count, *values.shape[1:])
     joined[cut.indices] = values
     joined = all_reduce(joined, "sum", cut.group)

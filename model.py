@@ -31,7 +31,6 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from attention import Pick, cut_over, join, packed_attention
 from losses import schedule
 from packing import deal, micro_batch, pack
-from weights import full_weights
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
 from runtime.model_folder import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
@@ -91,11 +90,15 @@ class Network(nn.Module):
 
     def save(self, folder):
         """Write the model, or its adapters, to a folder. Rank 0 writes, and holds the whole model in host
-        memory. A collective."""
+        memory. On the device it takes about two copies of the largest parameter. A collective."""
+        # After a forward without a backward, FSDP2 leaves the root's parameters gathered.
+        self.reshard()
         tensors = {}
-        for name, tensor in full_weights(self):
-            if dist.get_rank() == 0:
-                tensors[name] = tensor.cpu()
+        for name, parameter in self.hf.named_parameters():
+            if parameter.requires_grad or not self.adapters:
+                whole = parameter.detach().full_tensor()
+                if dist.get_rank() == 0:
+                    tensors[name] = whole.cpu()
         if dist.get_rank() > 0:
             return
         if self.adapters:
@@ -110,6 +113,15 @@ class Policy(Network):
     The head is applied here, in the forward of FSDP's root, because its weight is whole only there.
     """
 
+    def __init__(self, hf):
+        super().__init__(hf)
+        config = hf.config.get_text_config()
+        # The names of the scale and the softcap (see head_logits) depend on the family of the model.
+        self.scale = getattr(config, "logit_scale", None) or 1.0
+        self.scale *= getattr(config, "lm_head_multiplier", None) or 1.0
+        self.scale /= getattr(config, "logits_scaling", None) or 1.0
+        self.softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+
     @property
     def head(self):
         return self.hf.get_output_embeddings()
@@ -119,16 +131,12 @@ class Policy(Network):
 
         If top_k restricts sampling, the softmax is over the tokens that were left (runtime/kept_sets.py).
         """
-        config = self.hf.config.get_text_config()
-        # The names of the scale and the softcap (see head_logits) depend on the family of the model.
-        scale = getattr(config, "logit_scale", None) or 1.0
-        scale *= getattr(config, "lm_head_multiplier", None) or 1.0
-        scale /= getattr(config, "logits_scaling", None) or 1.0
-        softcap = getattr(config, "final_logit_softcapping", None) or 0.0
         logp, entropy = LogprobsFromHidden.apply(
-            self.hidden_states(batch), self.head.weight, self.head.bias, batch.targets, temperature, scale,
-            softcap, batch.kept)
-        return join(logp, batch.cut), join(entropy, batch.cut)
+            self.hidden_states(batch), self.head.weight, self.head.bias, batch.targets, temperature,
+            self.scale, self.softcap, batch.kept)
+        if batch.cut:
+            return join(logp, batch.cut), join(entropy, batch.cut)
+        return logp, entropy
 
 
 class Critic(Network):
@@ -145,7 +153,9 @@ class Critic(Network):
         """
         hidden = self.hidden_states(batch).float()
         values = hidden @ self.head.weight[0].float() + self.head.bias.float()
-        return join(values, batch.cut)
+        if batch.cut:
+            return join(values, batch.cut)
+        return values
 
 
 def scale_gradient(network, inputs, outputs):

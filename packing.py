@@ -25,7 +25,7 @@ Layers that carry a state from token to token, such as Mamba's, would carry it i
 row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class MicroBatch:
     index: torch.Tensor          # [C] the place from which each sampled token is predicted
     targets: torch.Tensor        # [C] the sampled tokens
     # which sequences the tokens belong to
-    sequences: list              # S triples (s, tokens, total), as in Sequence, in order
+    sequences: list              # S triples (s, tokens, total), the first fields of each Sequence, in order
     lengths: list                # S numbers: how many sampled tokens each sequence has; they sum to C
     # If top_k restricts sampling, the tokens that each sampled token was drawn from, int32 [C, largest set]
     # (runtime/kept_sets.py).
@@ -80,11 +80,8 @@ class MicroBatch:
 
     def to(self, device):
         """Return a copy with its tensors on the device."""
-        moved = {}
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                moved[name] = value.to(device)
-        return replace(self, **moved)
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **tensors)
 
 
 # The keys and values of shared tokens are copied for each sequence that sees them, and kept for the backward
@@ -102,9 +99,6 @@ class Sequence(NamedTuple):
     ids: np.ndarray         # its tokens before the last sampled one, which are all that are computed
     index: np.ndarray       # [len] the places in ids before its sampled tokens, which predict them
     targets: np.ndarray     # [len] these tokens
-
-    def content(self):
-        return self.ids.tobytes()
 
 
 def sequences_of(rollouts, chosen):
@@ -130,7 +124,7 @@ def prefix_order(sequences):
     order = []
     before = np.empty(0)
     # Sorting by bytes is another order than by token ids, but it puts equal beginnings together as well.
-    for sequence in sorted(sequences, key=Sequence.content):
+    for sequence in sorted(sequences, key=lambda sequence: sequence.ids.tobytes()):
         ids = sequence.ids
         length = min(len(before), len(ids))
         same = before[:length] == ids[:length]
@@ -213,25 +207,21 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
             fitting = [Row(token_budget, KEYS * token_budget)]
             rows += fitting
         # Among the rows with room for it, a sequence goes to the one that holds the longest prefix of it.
-        longest = max(row.prefix for row in fitting)
-        best = next(row for row in fitting if row.prefix == longest)
+        best = max(fitting, key=attrgetter("prefix"))           # the first one, if there are several
         best.add(sequence, size)
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
     rows.sort(key=attrgetter("pairs"), reverse=True)
     return [micro_batch(row.members, multiple) for row in rows]
 
 
+@dataclass
 class Row:
-    """A row in the making: its members (sequence, size, shared), the tokens and keys for which it has room,
-    how many tokens the last member has in common with the sequence that comes next, and about how many pairs
-    of tokens there are in which one sees the other."""
-
-    def __init__(self, room, room_for_keys):
-        self.members = []
-        self.room = room
-        self.room_for_keys = room_for_keys
-        self.prefix = 0
-        self.pairs = 0
+    """A row in the making."""
+    room: int               # how many more tokens it may have
+    room_for_keys: int      # how many more keys
+    prefix: int = 0         # how many tokens the last member has in common with the sequence that comes next
+    pairs: int = 0          # about how many pairs of tokens there are in which one sees the other
+    members: list = field(default_factory=list)         # triples (sequence, size, shared)
 
     def add(self, sequence, size):
         self.members.append((sequence, size, self.prefix))
@@ -268,7 +258,7 @@ def micro_batch(members, multiple):
     return MicroBatch(
         input_ids=joined(ids)[None], position_ids=joined(positions)[None],
         segments=Segments([*map(len, ids)], seen), index=joined(index), targets=joined(targets),
-        sequences=[(sequence.s, sequence.tokens, sequence.total) for sequence, _, _ in members],
+        sequences=[sequence[:3] for sequence, _, _ in members],
         lengths=[len(sequence.targets) for sequence, _, _ in members])
 
 

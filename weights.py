@@ -1,7 +1,6 @@
 """
 Weights from the trainer to the engine, and whether they arrived.
 
-    full_weights       the parameters of a sharded network, whole, one after the other
     engine_weights     what an engine is handed: the trained weights, under the names that it knows them by,
                        and at the end their checksums
     load_checked       lets an engine load them, and stops the run if they did not arrive as they were sent
@@ -19,19 +18,6 @@ from runtime import distributed
 SUMS = "checksums"              # the name that weights.engine_weights gives to its last pair
 
 
-def full_weights(network):
-    """Yield (name, whole tensor) for each parameter that a checkpoint of a Network holds.
-
-    If the network has adapters, these are the adapters' parameters alone. It takes about two copies of the
-    largest parameter. This is a collective, so every rank has to run through the whole iterator.
-    """
-    # After a forward without a backward, FSDP2 leaves the root's parameters gathered.
-    network.reshard()
-    for name, parameter in network.hf.named_parameters():
-        if parameter.requires_grad or not network.adapters:
-            yield name, parameter.detach().full_tensor()
-
-
 def engine_weights(policy, naming, dtype):
     """Yield (name, whole tensor) for each weight of a Policy that training changes, for an engine.
 
@@ -43,12 +29,18 @@ def engine_weights(policy, naming, dtype):
     they are merged into the weights of their layers. This is a collective, so every rank has to run through
     the whole iterator.
     """
+    # After a forward without a backward, FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     in_module = naming == "module"
     if policy.adapters:
         tensors = policy.adapters.merged()
     else:
-        tensors = trained_weights(policy, dtype, remove_duplicate=in_module)
+        # A parameter with two names comes twice in a checkpoint: the CPU build of vLLM refreshes its packed
+        # copy of a tied head only under the head's own name. Frozen parameters, which read images, never
+        # change, and the engine may not have them. The cast comes before the gather: there is less to send.
+        tensors = ((name, parameter.detach().to(dtype).full_tensor())
+                   for name, parameter in policy.hf.named_parameters(remove_duplicate=in_module)
+                   if parameter.requires_grad)
     sums = {}
     for name, tensor in tensors:
         converted = {name: tensor}
@@ -57,17 +49,6 @@ def engine_weights(policy, naming, dtype):
         sums |= {name: checksum(x) for name, x in converted.items()}
         yield from converted.items()
     yield SUMS, sums
-
-
-def trained_weights(policy, dtype, remove_duplicate):
-    """Yield (name, whole tensor) for each parameter that is not frozen. remove_duplicate: whether a parameter
-    with two names comes once. The CPU build of vLLM needs both: it refreshes its packed copy of a tied head
-    only under the head's own name."""
-    for name, parameter in policy.hf.named_parameters(remove_duplicate=remove_duplicate):
-        # Frozen parameters, which read images, never change, and the engine may not have them.
-        if parameter.requires_grad:
-            # The cast comes before the gather, so that there is less to send.
-            yield name, parameter.detach().to(dtype).full_tensor()
 
 
 def checksum(tensor):

@@ -13,7 +13,6 @@ longer than `timeout` is ended by its watchdog (runtime/distributed.py).
 """
 import atexit
 import datetime
-import itertools
 import os
 import pickle
 import queue
@@ -29,9 +28,7 @@ import torch.distributed as dist
 
 import rollout
 from runtime import distributed
-from weights import SUMS
 
-TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "top_p", "top_k", "min_p", "stop", "max_completion_length",
@@ -118,19 +115,14 @@ class Bridge:
                 self.gloo.broadcast(tensor, 0).wait(FOREVER)
 
     def load_weights(self, named_tensors, version):
-        """Send all engines the tensors that weights.engine_weights yields. A collective of the trainers."""
-        named_tensors = iter(named_tensors)
-        chunk = dict(itertools.islice(named_tensors, TOGETHER))
-        sums = {}
-        while chunk:
-            sums = chunk.pop(SUMS, {})                          # they come last
-            if chunk and self.speaks:
-                flat = torch.cat([tensor.reshape(-1) for tensor in chunk.values()]).to(self.device)
-                shapes = {name: tensor.shape for name, tensor in chunk.items()}
-                self.tell(("tensors", shapes, flat.dtype))
-                self.wire.broadcast(flat, 0).wait(FOREVER)
-            chunk = dict(itertools.islice(named_tensors, TOGETHER))
-        self.tell(("complete", version, sums))
+        """Send all engines what weights.engine_weights yields. A collective of the trainers."""
+        for name, value in named_tensors:
+            if not torch.is_tensor(value):                      # the checksums, which come last
+                self.tell(("checksums", name, value))
+            elif self.speaks:
+                self.tell(("tensor", name, value.shape, value.dtype))
+                self.wire.broadcast(value.to(self.device).contiguous(), 0).wait(FOREVER)
+        self.tell(("complete", version))
 
     def close(self):
         """End the engines, because the run is over."""
@@ -205,16 +197,16 @@ class Bridge:
             self.arrived.put(hear())
             kind, *details = hear()
             while kind != "end":
-                if kind == "tensors":
-                    shapes, dtype = details
-                    sizes = [shape.numel() for shape in shapes.values()]
-                    flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-                    self.wire.broadcast(flat, 0).wait(FOREVER)
-                    named_tensors += [(name, piece.view(shapes[name]))
-                                      for name, piece in zip(shapes, flat.cpu().split(sizes))]
+                if kind == "tensor":
+                    name, shape, dtype = details
+                    tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                    self.wire.broadcast(tensor, 0).wait(FOREVER)
+                    named_tensors.append((name, tensor.cpu()))
+                elif kind == "checksums":
+                    named_tensors.append(details)
                 else:                                           # the weights of this version are complete
-                    version, sums = details
-                    self.arrived.put((version, [*named_tensors, (SUMS, sums)]))
+                    [version] = details
+                    self.arrived.put((version, named_tensors))
                     self.newest = version
                     named_tensors = []
                 kind, *details = hear()

@@ -298,11 +298,20 @@ def test_the_links_into_the_loop_and_the_line_counts_are_about_right():
         place = next(i for i, line in enumerate(lines, 1) if line.endswith(f"- {heading}"))
         assert abs(place - int(number)) <= 20, heading
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([\d,]+|\?) \|$", TEXTS["README.md"], re.M)
-    assert len(rows) > 20
     for cell, count in rows:
         length = lines_of(cell)
         assert count == "?" or int(count.replace(",", "")) == pytest.approx(length, rel=0.25), cell
+    named = " ".join(cell for cell, _ in rows)
+    for name in glob.glob("*.py", root_dir=ROOT):
+        assert f"`{name}`" in named, name
     assert len(TEXTS["README.md"].splitlines()) <= 200
+
+
+def test_the_table_of_hardware(tmp_path):
+    """README has what its command prints."""
+    output = runs.forked(tmp_path / "log", "-m", "bench.hardware")
+    rows = [line for line in output.splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 4 and all(row in TEXTS["README.md"] for row in rows), output
 
 
 def test_every_file_and_setting_that_a_command_names_exists():

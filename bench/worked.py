@@ -1,82 +1,182 @@
 """
-Worked answers to chain_sum, a task of reasoning-gym, for a warm start by train_sft.py: docs/recipes.md.
+Worked answers to two tasks of reasoning-gym, for a warm start by train_sft.py. docs/real_model.md has the
+commands that learn from them, and the results.
 
-    python -m bench.worked --out=out/worked
-    torchrun train_sft.py --model=out/smollm2 --task=file --train_file=out/worked/train.jsonl \
-        --eval_file=out/worked/eval.jsonl --reward=tasks.reasoning_gym:full_marks --temperature=0.7 \
-        --max_prompt_length=96 --max_completion_length=64 --prompts_per_step=16 --max_steps=40 \
-        --learning_rate=1e-4 --eval_interval=20 --eval_samples=2 --save_interval=0 --out_dir=out/warm
-    python evaluate_model.py --model=out/warm/checkpoint-40 --samples=16 --temperature=0.7 \
-        --task=reasoning_gym:chain_sum,max_terms=2,max_digits=2 --reward=tasks.reasoning_gym:full_marks
-    torchrun train_grpo.py config/tasks/smollm2.py --model=out/warm/checkpoint-40 --max_completion_length=64
+    python -m bench.worked --out=out/worked                     # sums and differences of two numbers
+    python -m bench.worked --task=leap_year --rows=300 --out=out/leap
+    python -m bench.worked --scores=out/before.jsonl,out/after.jsonl
 
-The questions are those of config/tasks/smollm2.py: sums and differences of two numbers of up to two digits. A
-row of train.jsonl is a training question with an answer in one of three styles, which are taken in turns:
+A row of train.jsonl is a training question with an answer in one of three styles, which are taken in turns:
 
-    plain   17 - 72 = -55. The answer is -55.
-    parts   72 - 10 = 62, 62 - 7 = 55, so 17 - 72 = -55. The answer is -55.
-    swap    72 is more than 17, and 72 - 17 = 55, so it is -55. The answer is -55.
+    parts   17 - 72   17 < 72: 72 - 10 = 62, 62 - 7 = 55. The answer is -55.
+    tens              17 < 72: 70 - 10 = 60, 2 - 7 = -5, 60 - 5 = 55. The answer is -55.
+    column            17 < 72: 12 - 7 = 5, 6 - 1 = 5. The answer is -55.
 
-eval.jsonl has all held-out questions, with answers for the held-out loss. No question is in both files.
+    ends    2033      3 is odd, so leap years end in 2 or 6, and 2033 ends in 3. The answer is No.
+    fours             2033 ends in 33, and 33 = 4 * 8 + 1. The answer is No.
+    halves            33 is odd. The answer is No.
+
+A third of the training rows of chain_sum are sums, two thirds are differences. eval.jsonl has all held-out
+questions, with answers for the held-out loss. No question is in both files.
+
+--scores reads what evaluate_model.py has written by --output, and prints the mean score by kind of question.
 """
 import json
 import os
+from collections import defaultdict
 
-from configurator import configure
+from configurator import check, configure
 from tasks.reasoning_gym import gym_rows
 # ------------------------------------------------------------------------------------------------------------
+task = "chain_sum"              # chain_sum or leap_year
 out = "out/worked"              # the folder of train.jsonl and eval.jsonl
-rows = 300                      # training questions
-styles = "plain,parts,swap"     # those that are taken in turns
+rows = 1200                     # training questions
 seed = 0                        # of the training questions
+scores = ""                     # files of evaluate_model.py's --output, with commas between; no rows are made
 # ------------------------------------------------------------------------------------------------------------
-TASK = "chain_sum,max_terms=2,max_digits=2"
 
 
-def plain(a, sign, b, value):
-    return f"{a} {sign} {b} = {value}."
+# ---------------------------------------------------------------- sums and differences
+def equation(x, sign, y):
+    """Return the text `x + y = z` or `x - y = z`, and z."""
+    z = x + y if sign == "+" else x - y
+    return f"{x} {sign} {y} = {z}", z
 
 
-def parts(a, sign, b, value):
-    """The tens first, then the ones, on the larger number of a difference."""
-    large, small = (a, b) if sign == "+" else (max(a, b), min(a, b))
+def parts(x, sign, y):
+    """Add or take off the tens of y, then its ones."""
     steps = []
-    for part in (small // 10 * 10, small % 10):
+    for part in (y // 10 * 10, y % 10):
         if part:
-            result = large + part if sign == "+" else large - part
-            steps.append(f"{large} {sign} {part} = {result}")
-            large = result
-    return ", ".join([*steps, f"so {a} {sign} {b} = {value}."]) if steps else plain(a, sign, b, value)
+            step, x = equation(x, sign, part)
+            steps.append(step)
+    return steps
 
 
-def swap(a, sign, b, value):
-    """What the larger number has to do with it."""
+def tens(x, sign, y):
+    """Do the tens, then the ones, and put the two results together."""
+    high, high_result = equation(x // 10 * 10, sign, y // 10 * 10)
+    low, low_result = equation(x % 10, sign, y % 10)
+    both, _ = equation(high_result, "-" if low_result < 0 else "+", abs(low_result))
+    return [high, low, both]
+
+
+def column(x, sign, y):
+    """Do the ones, then the tens, with what is carried or borrowed; the answer puts the digits together."""
+    high, low = divmod(x, 10)
     if sign == "+":
-        return f"{a} + {b} is the same as {b} + {a}, and {b} + {a} = {value}."
-    if value == 0:
-        return f"{a} is the same as {b}, so it is 0."
-    large, small = max(a, b), min(a, b)
-    return f"{large} is more than {small}, and {large} - {small} = {large - small}, so it is {value}."
+        carried = " + 1" if low + y % 10 > 9 else ""
+        result = x // 10 + y // 10 + len(carried) // 4
+        return [equation(low, "+", y % 10)[0], f"{high} + {y // 10}{carried} = {result}"]
+    if low < y % 10:
+        high -= 1
+        low += 10
+    return [equation(low, "-", y % 10)[0], equation(high, "-", y // 10)[0]]
 
 
-STYLES = {"plain": plain, "parts": parts, "swap": swap}
+def solve_sum(row, style):
+    """Return the steps for a row of chain_sum. A difference takes the smaller number off the larger one."""
+    x, sign, y = row["metadata"]["expression"].split()
+    x, y = int(x), int(y)
+    start = ""
+    if sign == "-":
+        start = f"{x} {'<' if x < y else '>' if x > y else '='} {y}: "
+        x, y = max(x, y), min(x, y)
+    steps = [equation(x, sign, y)[0]] if x < 10 else style(x, sign, y)
+    return start + ", ".join(steps)
 
 
-def worked(row, style):
-    """Return a row of the task with an answer in a style."""
-    a, sign, b = row["metadata"]["expression"].split()
-    a, b = int(a), int(b)
-    value = a + b if sign == "+" else a - b
-    assert str(value) == row["answer"]
-    return row | {"completion": f"{STYLES[style](a, sign, b, value)} The answer is {value}.", "style": style}
+def kind_of_sum(row):
+    if "+" in row["metadata"]["expression"]:
+        return "sums"
+    return "differences below 0" if row["answer"].startswith("-") else "differences of 0 or more"
+
+
+# ---------------------------------------------------------------- leap years
+def ends(year):
+    """Look at the last two digits."""
+    digit = year // 10 % 10
+    rule = "odd, so leap years end in 2 or 6" if digit % 2 else "even, so leap years end in 0, 4 or 8"
+    return f"{digit} is {rule}, and {year} ends in {year % 10}"
+
+
+def fours(year):
+    """Divide the last two digits by 4."""
+    number = year % 100
+    rest = f" + {number % 4}" if number % 4 else ""
+    return f"{year} ends in {number:02}, and {number} = 4 * {number // 4}{rest}"
+
+
+def halves(year):
+    """Halve the last two digits if that can be done, and look whether it can be done again."""
+    number = year % 100
+    if number % 2:
+        return f"{number} is odd"
+    half = number // 2
+    return f"{number} is even, {number} / 2 = {half}, and {half} is {'odd' if half % 2 else 'even'}"
+
+
+def solve_year(row, style):
+    """Return the steps for a row about a leap year. Only every fourth century is one."""
+    year = row["metadata"]["year"]
+    if year % 100 == 0:
+        century = year // 100
+        rest = f" + {century % 4}" if century % 4 else ""
+        return f"{year} ends in 00, and {century} = 4 * {century // 4}{rest}"
+    return style(year)
+
+
+def kind_of_year(row):
+    return f"the answer is {row['answer']}"
+
+
+# The generator with its settings, the function that makes the steps, the styles, and the kind of a question.
+TASKS = {
+    "chain_sum": ("chain_sum,max_terms=2,max_digits=2", solve_sum, [parts, tens, column], kind_of_sum),
+    "leap_year": ('calendar_arithmetic,tasks=["is_leap_year"]', solve_year, [ends, fours, halves], kind_of_year),
+}
+
+
+def worked(task, split, count, seed):
+    """Return the rows of a split, each with an answer as its completion. count: how many; 0 stands for all.
+    Of the training rows of chain_sum only every second sum is taken."""
+    spec, solve, styles, _ = TASKS[task]
+    with_sums = task == "chain_sum" and split == "train"
+    chosen = []
+    sums = 0
+    for _, row in gym_rows(spec, split, 2 * count if with_sums else count, seed):
+        if with_sums and kind_of_sum(row) == "sums":
+            sums += 1
+            if sums % 2:
+                continue
+        steps = solve(row, styles[len(chosen) % len(styles)])
+        chosen.append(row | {"completion": f"{steps}. The answer is {row['answer']}."})
+    return chosen[:count or None]
+
+
+def print_scores(file):
+    by_kind = defaultdict(list)
+    with open(file) as lines:
+        for line in lines:
+            row = json.loads(line)
+            task = "chain_sum" if row["source"] == "chain_sum" else "leap_year"
+            for kind in ("all", TASKS[task][-1](row)):
+                by_kind[kind] += [sample["score"] for sample in row["samples"]]
+    for kind in sorted(by_kind):
+        values = by_kind[kind]
+        print(f"{file}: {kind:24} {sum(values) / len(values):.3f} of {len(values)} samples")
 
 
 if __name__ == "__main__":
     configure(globals())
-    os.makedirs(out, exist_ok=True)
-    names = styles.split(",")
-    for split, count in (("train", rows), ("eval", 128)):
-        with open(f"{out}/{split}.jsonl", "w") as file:
-            for number, (_, row) in enumerate(gym_rows(TASK, split, count, seed if split == "train" else 0)):
-                file.write(json.dumps(worked(row, names[number % len(names)])) + "\n")
-    print(f"{out}: {rows} worked answers in the styles {styles}")
+    check(task in TASKS, f"task={task}: choose one of {', '.join(TASKS)}")
+    if scores:
+        for file in scores.split(","):
+            print_scores(file)
+    else:
+        os.makedirs(out, exist_ok=True)
+        for split, count, split_seed in (("train", rows, seed), ("eval", 0, 0)):
+            with open(f"{out}/{split}.jsonl", "w") as file:
+                for row in worked(task, split, count, split_seed):
+                    file.write(json.dumps(row) + "\n")
+        print(f"{out}: {rows} worked answers")

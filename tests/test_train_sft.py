@@ -1,6 +1,7 @@
 """train_sft.py: what it learns and from which tokens, its gradient, its checkpoints, and what it refuses."""
 import json
 import os
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from bench import worked
 from tasks.examples import load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer
-from tasks.reasoning_gym import full_marks, gym_rows
+from tasks.reasoning_gym import full_marks
 from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "train_prompts": 64, "eval_prompts": 8, "eval_samples": 2, "max_steps": 2,
@@ -233,8 +234,17 @@ def test_a_run_without_an_answer_to_score_by_or_with_a_bad_row_ends_with_one_lin
     refused([*file, "--reward=none"], "rows.jsonl:2: there is nothing to learn", tmp_path, script="train_sft.py")
 
 
-def test_worked_answers_for_a_real_model_are_right():
-    rows = [worked.worked(row, style) for _, row in gym_rows(worked.TASK, "train", 64, 0) for style in worked.STYLES]
+@pytest.mark.parametrize("task", worked.TASKS)
+def test_worked_answers_for_a_real_model_are_right(task):
+    rows = worked.worked(task, "train", 90, 0)
     columns = {key: [row[key] for row in rows] for key in ("question", "answer", "metadata")}
     assert all(full_marks(prompts=[], completions=[row["completion"] for row in rows], **columns))
-    assert len({row["completion"] for row in rows}) > 2.5 * 64
+    # Each equation in them holds, and the three styles take turns.
+    for row in rows:
+        for left, right in re.findall(r"(\d[\d +*/-]*) = (-?\d+(?: [+*] \d+)*)", row["completion"]):
+            assert eval(left) == eval(right), row["completion"]
+    if task == "chain_sum":
+        assert sum("+" in row["metadata"]["expression"] for row in rows) < 45
+        assert [row["completion"] for row in rows if row["metadata"]["expression"] == "34 + 43"] == [
+            "34 + 40 = 74, 74 + 3 = 77. The answer is 77."]
+    assert not {row["question"] for row in rows} & {row["question"] for row in worked.worked(task, "eval", 0, 0)}

@@ -192,15 +192,18 @@ def configure(namespace, argv=None, choices={}):
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget num_mini_batches num_epochs
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
-    top_p rollout_ranks sequence_parallel_size steps batch_size correction_cap""".split()
+    top_p eval_top_p rollout_ranks sequence_parallel_size steps batch_size correction_cap""".split()
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
-    weight_decay adam_beta1 adam_beta2
+    weight_decay adam_beta1 adam_beta2 eval_temperature eval_top_k eval_min_p
     top_k min_p epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
     max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness
     train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
     call_timeout call_workers show""".split()
-SHARES = "lam top_p min_p vllm_gpu_memory_utilization harder quick".split()                 # from 0 to 1
+# from 0 to 1
+SHARES = "lam top_p min_p eval_top_p eval_min_p vllm_gpu_memory_utilization harder quick".split()
+# With -1 these are the same as in training.
+LIKE_TRAINING = "eval_temperature eval_top_p eval_top_k eval_min_p".split()
 # Defaults of the scripts that are right for the tiny model, whose config lists them as `suits`
 TINY_DEFAULTS = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
                  "max_completion_length": 64}
@@ -266,6 +269,8 @@ def check_values(settings):
     """Check each of a script's settings by itself, and by the rules those that have to fit each other."""
     values = vars(settings)
     for key, value in values.items():
+        if key in LIKE_TRAINING and value == -1:
+            continue
         check(key not in POSITIVE or 0 < value < 2 ** 31,
               f"{key}={value}: must be above 0, and below 2 ** 31")
         check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")

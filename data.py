@@ -158,8 +158,7 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
     columns = {}
     split_places = {"train": [], "eval": []}
     unanswered = []                                             # the places of rows without an answer
-    files = files_of(paths)
-    for file, source in zip(files, sources_of(files)):
+    for file, source in files_of(paths):
         for name, row in read_rows(file):
             with naming(name):
                 row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
@@ -191,8 +190,8 @@ def naming(name):
 
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
     # Returns a row, which may be a line of JSON, with the columns prompt, answer and source; and its answer,
-    # or None. The columns answer and source stay as they are if nothing is found for them. `source` is that
-    # of a row without one, or None.
+    # or None. The columns answer and source stay as they are if nothing is found for them. source: that of
+    # all rows of the file, or None.
     if isinstance(row, bytes):
         row = json.loads(row)
     if not isinstance(row, dict):
@@ -203,7 +202,7 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
                              "the column if the text does without it")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
-    source = row.get("source") or row.get("data_source") or source
+    source = source or row.get("source") or row.get("data_source")
     return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
 
 
@@ -310,29 +309,25 @@ def is_answer(value):
 
 
 def files_of(setting):
-    # Returns the names of all files that the setting train_file or eval_file stands for: files, folders,
-    # patterns and files of the hub, with commas between them. Those of a folder or of a pattern are sorted.
-    # What is no file stays as it is, and read_rows refuses it. An empty setting goes by the name of both.
-    files = []
+    # Yields the files that the setting train_file or eval_file stands for, as pairs (name of the file, source
+    # of its rows or None): files, folders, patterns and files of the hub, with commas between them, each of
+    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted. What is no file stays as it
+    # is, and read_rows refuses it. An empty setting goes by the name of both.
+    sources = set()
     for part in specs(setting) or ["train_file or eval_file"]:
-        path = os.path.expanduser(part)
+        source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part).groups()
+        if source and source in sources:
+            raise ValueError(f"{setting}: the source {source} is named twice; a folder or a pattern names "
+                             "several files at once")
+        sources.add(source)
+        path = os.path.expanduser(path)
         matches = []
         if os.path.isdir(path):
             matches = glob.glob(f"{glob.escape(path)}/*")
         elif not os.path.isfile(path):
             matches = glob.glob(path, recursive=True)
-        files += sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]
-    return files
-
-
-def sources_of(files):
-    # Returns for each file the source of its rows that name none: its path below the folder that all files
-    # share, without the number of a shard. It is None if it would be the same for all files.
-    shared = os.path.commonpath(map(os.path.abspath, files))
-    sources = [re.sub(r"(-\d+-of-\d+.*)?\.\w+$", "", os.path.relpath(file, shared)) for file in files]
-    if len({*sources}) == 1:
-        return [None] * len(files)
-    return sources
+        for file in sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]:
+            yield file, source
 
 
 def read_rows(name):
@@ -342,7 +337,8 @@ def read_rows(name):
         path = hub_file(name)
     if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
         raise ValueError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
-                         "such files, which commas separate")
+                         "such files, which commas separate; SOURCE=PATH names the source of its rows, and a "
+                         "path with = in its first part begins with ./")
     with naming(name), open(path, "rb") as file:
         if path.endswith(".parquet"):
             rows = parquet_rows(file)

@@ -4,25 +4,27 @@ Sample from a checkpoint and score it: mean@k, pass@k and maj@k on held-out prob
     python evaluate_model.py --model=out/grpo-algebra-20260101-120000/checkpoint-60
     python evaluate_model.py --model=Qwen/Qwen3-1.7B --task=gsm8k --samples=8 --max_completion_length=1024
     python evaluate_model.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
+    torchrun --nproc_per_node=8 evaluate_model.py --model=...       # an engine per process, the same figures
 """
 import json
 import math
+from types import SimpleNamespace
 
 from runtime import distributed         # first, because runtime sets what PyTorch reads when it is loaded
 import data
 import rewards
 import rollout
-from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
+from configurator import check_tiny_defaults, check_values, configure, input_errors, printable
 from episodes import Player
 from runtime.model_folder import check_model, end_tokens, load_tokenizer, read_config
-from runtime.metrics import evaluation_metrics, failures
+from runtime.metrics import evaluated, evaluation_metrics, failures
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # that of a run, whose held-out rows are used: files, folders, patterns or hf://...
-eval_file = ""                  # rows that are all used, in the same form
+eval_file = ""                  # rows that are all used, in the same form, or NAME=FILE,...: figures by name
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
 reward = ""                     # file.py:function,... or math_verify; if empty, the reward of the task
 from config.conversation import *  # prompts, sampling, reward, episodes
@@ -33,17 +35,17 @@ max_completion_length = 64      # in tokens; in an episode it counts all that fo
 seed = 0                        # of sampling
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 vllm_gpu_memory_utilization = 0.8  # fraction of the GPU's memory that vLLM may take
+vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own
 dtype = "auto"                  # float32, bfloat16, or auto, which is bfloat16 on CUDA
 show = 4                        # problems whose first samples are printed
 output = ""                     # a JSONL file that gets a line per prompt: its row, mean@k and samples
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
-check_values(settings)
-_, world_size, device, *_ = distributed.set_up()
-check(world_size == 1, "evaluate_model.py runs in one process: python evaluate_model.py")
+rank, world_size, device, *_ = distributed.set_up()
+check_values(SimpleNamespace(**vars(settings), samplers=world_size))
 
 with input_errors():
-    if output:
+    if output and rank == 0:
         open(output, "a").close()                               # it fails now, not after hours of sampling
     base = check_model(model)
     if prompt:
@@ -63,16 +65,19 @@ with input_errors():
     # A broken environment or reward shows now. Completions of --prompt are not scored.
     if prompt:
         player.trial_episodes(prompts)
+        scorer = None
     else:
         scorer.check_rewards(prompts[:1])
     # The length is known only now.
     check_model(base, length=longest)
-    print(f"loading {base} into the engine", flush=True)
+    if rank == 0:
+        print(f"{base} generates {len(prompts)} x {samples} completions of at most {max_completion_length} "
+              "tokens", flush=True)
     rollout_engine = rollout.load_engine(settings, base, compute_dtype, longest, eos_ids)
-print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
-      flush=True)
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
-rollouts = sample(prompts, samples, [f"eval {i}" for i in range(len(prompts))])
+rollouts = evaluated(prompts, samples, sample, scorer)
+if rank > 0:
+    distributed.leave()                                         # ends the process
 
 
 def texts_of(rollouts):
@@ -84,9 +89,8 @@ def texts_of(rollouts):
 if prompt:
     for i, text in enumerate(texts_of(rollouts), 1):
         print(f"--- sample {i} of {samples}\n{printable(text)}")
-    distributed.leave()                                         # ends the process
+    distributed.leave()
 
-scorer(rollouts)
 groups = [rollouts[first:first + samples] for first in range(0, len(rollouts), samples)]        # by prompt
 for group in groups[:show]:
     row = group[0].row

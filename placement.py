@@ -243,14 +243,14 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
     number = version                                            # of the next step to sample for
     jobs = {}                                                   # {key: the jobs that are being played}
 
-    def begin(key, name, prompts, n):
-        """Begin n adjacent completions for each of this engine's prompts."""
+    def begin(key, name, prompts, n, prefix=""):
+        """Begin n adjacent completions for each of this engine's prompts. prefix: see rollout.sampling_of."""
         first = bridge.engine * len(prompts) // bridge.engines
         end = (bridge.engine + 1) * len(prompts) // bridge.engines
         # A seed depends on the place of its prompt, whatever the number of engines is.
         seeds = [zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in range(first, end)]
         jobs[key] = open_episodes.jobs_for(prompts[first:end], n, seeds, s.max_completion_length,
-                                           s.temperature, s.top_p, s.top_k, s.min_p)
+                                           *rollout.sampling_of(s, prefix))
         open_episodes.add(key, jobs[key])
 
     def advance():
@@ -269,7 +269,7 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
     while True:
         if version in eval_steps:
             key = "eval", version
-            begin(key, "eval", eval_set, s.eval_samples)
+            begin(key, "eval", eval_set, s.eval_samples, "eval_")
             while key in open_episodes.groups:
                 advance()
         if version == s.max_steps:

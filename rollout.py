@@ -268,6 +268,21 @@ def text_of(tokenizer, sampled, eos_ids, stop=None):
     return stop.split(text, 1)[0] if stop else text
 
 
+def sampling_of(settings, prefix=""):
+    """Return temperature, top_p, top_k and min_p of the settings, as a list.
+
+    prefix: "eval_" for the settings with this prefix, which evaluations use. If one of these is -1, it is the
+    same as in training.
+    """
+    values = []
+    for key in ("temperature", "top_p", "top_k", "min_p"):
+        value = getattr(settings, prefix + key)
+        if value == -1:
+            value = getattr(settings, key)
+        values.append(value)
+    return values
+
+
 class Sampler:
     """Prompts in, rollouts out: single answers of an engine, or episodes that a Player plays.
 
@@ -280,14 +295,15 @@ class Sampler:
         self.player = player
         self.engine = engine
 
-    def __call__(self, prompts, n, names, temperature=None, length=None):
+    def __call__(self, prompts, n, names, temperature=None, length=None, prefix=""):
         """Return n adjacent Rollouts per data.Prompt. If a signal has come, it ends the run instead.
 
         names: a different text for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
-        h is a hash of its text, the same on any rank. temperature, length: by default the settings'.
+        h is a hash of its text, the same on any rank. temperature, length: by default the settings'. prefix:
+        as in sampling_of.
         """
         self.engine.stop_if_signalled()                         # the end of the run, if a signal has come
-        seeds, sampling = self.requested(names, temperature, length)
+        seeds, sampling = self.requested(names, temperature, length, prefix)
         # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
         if self.player.make or self.engine.versions:
             rollouts = self.player.play(self.engine, prompts, n, seeds, *sampling)
@@ -302,13 +318,14 @@ class Sampler:
         self.engine.stop_if_signalled()
         return rollouts
 
-    def requested(self, names, temperature, length):
+    def requested(self, names, temperature, length, prefix=""):
         """Return a seed for each of the names, and the fields of a Request from max_tokens on."""
         s = self.settings
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
+        default, *limits = sampling_of(s, prefix)
         if temperature is None:
-            temperature = s.temperature
-        return seeds, (length or s.max_completion_length, temperature, s.top_p, s.top_k, s.min_p)
+            temperature = default
+        return seeds, (length or s.max_completion_length, temperature, *limits)
 
 
 class Engine:

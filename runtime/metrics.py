@@ -1,6 +1,7 @@
 """
 The figures of a run: how they are computed from rollouts, and where they are written.
 
+    evaluated           rollouts of held-out prompts, sampled by all ranks and scored
     evaluation_metrics  mean@k, pass@k and maj@k of scored rollouts
     rollout_metrics     the rewards, lengths and episodes of a step's rollouts
     RunLog              writes metrics.jsonl, samples.jsonl, TensorBoard's events and the console's lines
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,22 @@ CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
 
 
 # ---------------------------------------------------------------- figures of rollouts
+
+def evaluated(prompts, k, sample, scorer, name="eval", **sampling):
+    """Return k adjacent scored rollouts per data.Prompt, on each rank those of all ranks, in their order.
+
+    Each rank samples for its share of the prompts. The seeds come from a prompt's place, so they are the same
+    every time and for any number of ranks. sample: a rollout.Sampler; sampling: keywords for it. scorer: a
+    rewards.Scorer, or None. A collective.
+    """
+    # Neighbours go to different ranks, because they may be of one kind, and that kind may take longest.
+    share = range(dist.get_rank(), len(prompts), dist.get_world_size())
+    rollouts = sample([prompts[i] for i in share], k, [f"{name} {i}" for i in share], **sampling)
+    if scorer:
+        scorer(rollouts)
+    pairs = [(share[j // k], r) for j, r in enumerate(rollouts)]
+    return [r for _, r in sorted(distributed.gathered(pairs), key=itemgetter(0))]
+
 
 def evaluation_metrics(rollouts, k, name="eval"):
     """Return mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
@@ -294,16 +312,10 @@ class RunLog:
                 self.totals[name] = self.totals.get(name, 0.0) + values.sum()
 
     def evaluate(self, prompts, k, sample, scorer, name="eval", **sampling):
-        """Sample k completions per prompt, with the same seeds every time, score them, and log an evaluation.
-
-        sample: a rollout.Sampler; sampling: keywords for it. Each rank samples for its share of the prompts.
-        A collective.
-        """
-        share = range(dist.get_rank(), len(prompts), dist.get_world_size())
+        """Sample k completions per prompt as `evaluated` does, and log an evaluation. A collective."""
         with self.timed("eval"):
-            rollouts = sample([prompts[i] for i in share], k, [f"{name} {i}" for i in share], **sampling)
-            scorer(rollouts)
-            self.evaluation(distributed.gathered(rollouts), k, name)
+            rollouts = evaluated(prompts, k, sample, scorer, name, prefix="eval_", **sampling)
+            self.evaluation(rollouts, k, name)
 
     def evaluation(self, rollouts, k, name="eval"):
         """Log the figures of an evaluation's scored rollouts, of all ranks, and show the first three.
@@ -318,8 +330,9 @@ class RunLog:
         if failed:
             self.say(f"step {step}: {len(failed)} of {len(rollouts)} held-out completions were not scored; "
                      f"the first: {failed[0]}")
-        if len(failed) <= len(rollouts) / 10 and f"eval/mean@{k}" in figures:
-            self.state["eval_scores"][str(step)] = figures[f"eval/mean@{k}"]
+        best_by = self.settings.get("best_by") or f"eval/mean@{k}"
+        if len(failed) <= len(rollouts) / 10 and best_by in figures:
+            self.state["eval_scores"][str(step)] = figures[best_by]
         self.begun = copy.deepcopy(self.state)                  # so that a stop while sampling saves it
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         texts = [f"{key} {value:.3f}" for key, value in figures.items()]

@@ -37,7 +37,7 @@ from runtime.memory import forecast_note
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "lora_rank")
+        "num_generations", "seed", "lora_rank", "best_by")
 MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
 BOUNDED = "gspo", "gmpo", "cispo", "dppo"       # values of loss_type with clip bounds of their own
 FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
@@ -66,7 +66,7 @@ def new_state(settings, clock):
             "loss_scale": {},               # in float16: {network: what scale_loss was called with}
             "checksums": {},                # {train_prompts, eval_prompts: CRC-32 of their rows}
             "evaluated": {},                # the figures of the step's evaluation, and the step
-            "eval_scores": {},              # {step, as text: mean@k}; they choose the best checkpoint
+            "eval_scores": {},              # {step, as text: best_by}; they choose the best checkpoint
             "first_gap": None,              # mean |trainer - engine| of logprobs in the first step, in nats
             "settings": vars(settings),     # the settings of the run that saves
             "clock": clock}                 # when the run began, for chat templates that print the date
@@ -253,7 +253,8 @@ class Run:
         """
         if any(distributed.gathered([self.signalled_at is not None])):
             self.state |= self.log.begun
-            (save or self.save)()
+            if self.state["step"] > self.saved:
+                (save or self.save)()
             self.log.say(f"stopped by a signal after {self.state['step']} steps; --out_dir={self.out_dir} "
                          "--resume=auto goes on")
             self.end()
@@ -327,6 +328,11 @@ class Run:
         rank, the script stops, and the older checkpoints stand.
         """
         step = self.state["step"]
+        best_by = self.settings.best_by
+        figures = self.state["evaluated"]
+        # The figures begin with the step. Later one may be missing, because none of its prompts was scored.
+        check(step > 0 or not best_by or best_by in figures,
+              f"best_by={best_by}: the evaluation has made {', '.join([*figures][1:]) or 'no figures'}")
         folder = f"{self.out_dir}/checkpoint-{step}"
         if step > self.saved:
             with self.log.timed("save"):

@@ -1241,7 +1241,8 @@ def drawn(rng, repeats):
         "prompts_per_step": rng.choice([1, 2, 3, 4, 6]), "num_generations": rng.choice([1, 2, 3]),
         "max_prompt_length": rng.choice([3, 4, 6]), "eval_samples": rng.choice([1, 2]), "max_turns": 3,
         "num_mini_batches": 1, "old_logprobs": "trainer", "out_dir": "/run", "resume": "auto", "call_timeout": 5.0,
-        "save_rollouts": False}
+        "save_rollouts": False, "best_by": "", "eval_temperature": -1.0, "eval_top_p": -1.0, "eval_top_k": -1,
+        "eval_min_p": -1.0}
     kind = rng.choice(["answers", "answers", "game", "agent"][:3 if repeats else 4])
     return {"settings": settings, "kind": kind, "repeats": repeats,
             "rows": rng.choice([5, 9, 20]), "held_out": rng.choice([2, 3, 5])}

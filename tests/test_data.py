@@ -588,22 +588,25 @@ def mixture(tmp_path, monkeypatch):
     write(tmp_path / "data/words.jsonl", {"prompt": "w0?", "answer": "two"})
     (tmp_path / "data/README.md").write_text("no rows")
     (tmp_path / "data/.hidden.jsonl").write_text("no rows")
+    (tmp_path / "a=b").mkdir()
+    write(tmp_path / "a=b/rows.jsonl", {"prompt": "e0?", "answer": "0"})
     (tmp_path / "more/deep").mkdir(parents=True)
     (tmp_path / "more/deep/train.json").write_text(json.dumps([{"prompt": "m0?", "answer": "3", "data_source": "own"}]))
     return tmp_path
 
 
 @pytest.mark.parametrize("setting, expected", [
-    # The shards of a data set, in their order, have no source.
     ("data/train-*.parquet", "a0 a1 b0 b1 c0 c1"),
-    ("data/t*.parquet", "t0:test t1:test a0:train a1:train b0:train b1:train c0:train c1:train"),
-    ("data", "t0:test t1:test a0:train a1:train b0:train b1:train c0:train c1:train w0:words"),
-    ("data/words.jsonl, data/test-00000-of-00001.parquet", "w0:words t0:test t1:test"),
-    ("**/*.json*", "w0:data/words m0:own"),
-    ("more/deep/train.json,{folder}/data/words.jsonl", "m0:own w0:data/words"),
-    ("data/words.jsonl", "w0")])
-def test_several_files(mixture, setting, expected):
-    """Parquet and JSONL, with a source by file where rows have none."""
+    ("data", "t0 t1 a0 a1 b0 b1 c0 c1 w0"),
+    ("**/*.json*", "e0 w0 m0:own"),
+    ("all=data/train-*.parquet, test-1=data/test-00000-of-00001.parquet,data/words.jsonl",
+     "a0:all a1:all b0:all b1:all c0:all c1:all t0:test-1 t1:test-1 w0"),
+    # The name is also the source of rows that have another one.
+    ("x={folder}/more/deep/train.json,y=~/data/words.jsonl", "m0:x w0:y"),
+    ("./a=b/rows.jsonl,{folder}/a=b/rows.jsonl,z=a=b/rows.jsonl", "e0 e0 e0:z")])
+def test_several_files(mixture, monkeypatch, setting, expected):
+    """Parquet and JSONL, with the source of rows that the setting names."""
+    monkeypatch.setenv("HOME", str(mixture))
     setting = setting.format(folder=mixture)
     data.file_rows.cache_clear()
     rows = [row for _, row in data.file_rows(setting)]
@@ -623,12 +626,18 @@ def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
 @pytest.mark.parametrize("setting, name", [
     ("data/words.jsonl,data/none.jsonl", "data/none.jsonl"), ("data/none-*.parquet", "data/none-*.parquet"),
     ("data/words.jsonl,more", "more"), ("data/README.md", "data/README.md"), ("one, two.jsonl", "one"),
-    ("hf://OWNER/NAME/data.jsonl", "hf://OWNER/NAME/data.jsonl")])
+    ("hf://OWNER/NAME/data.jsonl", "hf://OWNER/NAME/data.jsonl"),
+    ("words=data/words.jsonl,none=data/none.jsonl", "data/none.jsonl"), ("a=b/rows.jsonl", "b/rows.jsonl"),
+    ("words=", "")])
 def test_what_is_no_file_is_named_among_several(mixture, setting, name):
     write(mixture / "one, two.jsonl", GOOD)
     with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .json or .parquet, nor a "
-                                         "folder or a pattern of such files, which commas separate"):
+                                         "folder or a pattern of such files, which commas separate; "
+                                         "SOURCE=PATH names the source of its rows, and a path with = in its first "
+                                         "part begins with ./"):
         data.file_rows(setting)
+    with pytest.raises(ValueError, match="^a=data,b=data,a=more: the source a is named twice; a folder or a pattern"):
+        data.file_rows("a=data,b=data,a=more")
     # A pattern, or its folder, takes a file with a comma in its name.
     assert rows_of("eval", 0, eval_file="one? two.jsonl")[0]["answer"] == "2"
 
@@ -735,10 +744,9 @@ def test_rows_from_the_hub(hub, tmp_path, monkeypatch):
     rows = data.file_rows(name)
     assert [row for _, row in rows] == [{"prompt": f"{i}?", "answer": i} for i in range(3)]
     assert rows[2][0] == f"{name}:3" and len([*tmp_path.glob("hub/**/train-*.jsonl")]) == 1
-    # It may stand among others, and its source has nothing of the cache.
+    # It may stand among others, and have a name.
     other = write(tmp_path / "own.jsonl", GOOD)
-    assert [row["source"].rpartition("hf:/")[2] for _, row in data.file_rows(f"{name},{other}")][:3] == [
-        "datasets/owner/rows/data/train"] * 3
+    assert [row["source"] for _, row in data.file_rows(f"{other},hub={name}")] == [None] + ["hub"] * 3
     for missing in ("", "/data", "/data/test.parquet"):
         with pytest.raises(ValueError, match=f"^hf://datasets/owner/rows{missing}: no such file; there are "
                                              "data/train-00000-of-00001.jsonl, README.md$"):

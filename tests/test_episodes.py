@@ -345,6 +345,30 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
     return sample(prompts, n, seeds)
 
 
+@pytest.mark.parametrize("name", ["", "Echo"])
+def test_evaluations_sample_by_settings_of_their_own(engine, games, name):
+    """-1 takes the training's, and a temperature in the call comes before all."""
+    settings = SimpleNamespace(seed=0, max_completion_length=12, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0,
+                               eval_temperature=0.0, eval_top_p=-1.0, eval_top_k=-1, eval_min_p=-1.0)
+    sample = rollout.Sampler(settings, TOKENIZER, player(games, name), engine)
+    prompts = prompts_for([{}, {}])
+
+    def ids(**sampling):
+        return [r.ids.tolist() for r in sample(prompts, 3, ["eval 0", "eval 1"], **sampling)]
+
+    trained = ids()
+    greedy = ids(temperature=0)
+    assert ids(prefix="eval_") == greedy != trained and greedy == [greedy[0]] * 6
+    settings.eval_temperature = -1.0
+    assert ids(prefix="eval_") == trained
+    settings.eval_top_k = 3
+    settings.eval_top_p = 0.9
+    limited = ids(prefix="eval_")
+    settings.top_k = 3
+    settings.top_p = 0.9
+    assert limited == ids() != trained and ids(prefix="eval_", temperature=0) == greedy
+
+
 def one_turn(way, engine, prompts, n, seeds, *sampling):
     """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
     if way == "single":

@@ -17,7 +17,7 @@ def test_vllm_run_and_sample(folder, reward_file, tmp_path):
     assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:2]) < 1e-4
     output = forked(tmp_path / "log", "evaluate_model.py", f"--model={tmp_path}/run/checkpoint-2",
                     "--eval_prompts=8", "--samples=2", reward_file, "--max_completion_length=12",
-                    "--engine=vllm", f"--output={tmp_path}/samples.jsonl")
+                    "--engine=vllm", f"--output={tmp_path}/samples.jsonl", "--vllm_tensor_parallel_size=2", ranks=2)
     assert "eval/pass@2" in output and "eval/maj@2" in output
     rows = lines(tmp_path, "samples.jsonl")
     assert len(rows) == 8 and all(len(row["samples"]) == 2 for row in rows)
@@ -27,8 +27,9 @@ def test_vllm_run_and_sample(folder, reward_file, tmp_path):
 
 
 def test_the_samples_of_a_prompt(folder, tmp_path):
+    # The second process has no prompt.
     output = forked(tmp_path / "log", "evaluate_model.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf",
-                    "--samples=3")
+                    "--samples=3", ranks=2)
     assert re.findall("^--- sample .*", output, re.MULTILINE) == [f"--- sample {i} of 3" for i in (1, 2, 3)]
 
 
@@ -44,13 +45,17 @@ def test_without_chat_with_truncated_sampling_and_stop_strings(folder, tmp_path)
 
 @pytest.mark.parametrize("temperature", [0.15, 0])
 def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
-    output = forked(tmp_path / "log", "evaluate_model.py", "--engine=hf", "--samples=8", "--eval_prompts=6",
-                    "--show=3", f"--temperature={temperature}", f"--output={tmp_path}/samples.jsonl")
+    arguments = ["evaluate_model.py", "--engine=hf", "--samples=8", "--eval_prompts=7", "--show=3",
+                 f"--temperature={temperature}"]
+    output = forked(tmp_path / "log", *arguments, f"--output={tmp_path}/samples.jsonl")
     rows, shown, counts = lines(tmp_path, "samples.jsonl"), "", []
-    assert len(rows) == 6
+    assert len(rows) == 7
+    if temperature:                                             # and all is the same with two processes
+        assert forked(tmp_path / "log2", *arguments, f"--output={tmp_path}/again.jsonl", ranks=2) == output
+        assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "samples.jsonl").read_bytes()
     # A row is what it was, with its samples, and so a row for training.
     given = [{key: row[key] for key in row if key not in ("mean@8", "samples")} for row in rows]
-    assert given == load_rows("algebra", "eval", 6)
+    assert given == load_rows("algebra", "eval", 7)
     for prompt in rows[:3]:
         shown += f"--- {prompt['prompt'][0]['content']}   (truth: {prompt['answer']})\n"
         different = []
@@ -70,7 +75,8 @@ def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
     (["--model=out/none"], "no such folder"),
     (["--task=file"], "eval_file"),
     (["--sample=3"], "did you mean --samples?"),
-    (["--engine=sglang"], "engine=sglang")])
+    (["--engine=sglang"], "engine=sglang"),
+    (["--engine=vllm", "--vllm_tensor_parallel_size=2"], "does not divide the 1 ranks that sample")])
 def test_bad_input(tmp_path, arguments, message):
     refused(arguments, message, tmp_path, script="evaluate_model.py")
 

@@ -386,6 +386,27 @@ def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path, monkeypatch):
     assert log.state["eval_scores"] == {"0": 0.25, "2": 0.5, "3": 0.75}
 
 
+def test_a_figure_that_best_by_names_chooses_the_checkpoint(mesh, tmp_path, capsys):
+    """If no evaluation makes it, this is said after the first one, and the figures there are."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3, "best_by": "eval/hard/pass@2"}, run_state())
+    hard, easy = ({"prompt": "?", "source": source} for source in ("hard", "easy"))
+    rollouts = [sampled(row, "a", score, {}) for row, score in ((hard, 0.0), (hard, 0.5), (easy, 1.0), (easy, 1.0))]
+    log.evaluation(rollouts, 2)
+    run = SimpleNamespace(log=log, state=log.state, saved=0, out_dir=log.out_dir,
+                          settings=SimpleNamespace(max_steps=3, best_by="eval/hard/pass@2"))
+    Run.save(run)
+    log.evaluation(rollouts[:1], 1, "eval/hard/greedy")
+    assert log.state["eval_scores"] == {"0": 0.5}
+    run.settings.best_by = "eval/hard/greedy/mean@1"            # of a second evaluation
+    Run.save(run)
+    run.settings.best_by = "eval/hard/pass@k"
+    with pytest.raises(SystemExit):
+        Run.save(run)
+    assert ("best_by=eval/hard/pass@k: the evaluation has made eval/mean@2, eval/pass@2, eval/maj@2, eval/hard/mean@2, "
+            "eval/hard/pass@2, ") in capsys.readouterr().err
+
+
 def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())

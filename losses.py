@@ -384,7 +384,8 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
     """Return the weights of the corrections with these names: of none, of one, or of a truncation and a mask.
 
-    A name says whose ratio is bounded (a token's, or of a sequence the product or the geometric mean), and how.
+    A name says which ratio is bounded (that of a token, or the product or the geometric mean of those of a
+    sequence), and how.
     """
     weight = torch.ones_like(old_logp)
     for name in names:

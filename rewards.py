@@ -262,13 +262,10 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
     time `end` of time.monotonic. workers: as in call_reward. Raises ValueError where call_reward and
     apply_reward_errors do.
     """
-    def call(columns):
-        arguments = reward, columns, timeout, end, workers
-        if not process:
-            return call_reward(*arguments)
+    call = partial(call_reward, reward, timeout=timeout, end=end, workers=workers)
+    if process:
         # The calls of an async reward have limits of their own.
-        return process.call(0 if reward.at_once else timeout, call_reward, *arguments)
-
+        call = partial(process.call, 0 if reward.at_once else timeout, call)
     count = len(columns["completions"])
     together = count > 1 and (reward.at_once or not (reward.form == "verl" or reward.batch_failed))
     # The results are, for each completion, its Result or the error of its call, Failed or TimeUp.

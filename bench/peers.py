@@ -92,7 +92,7 @@ def loop_of(word):
             subprocess.run(["patch", "-p1", "--fuzz=0", "-s"], input=diff, cwd=folder, text=True, check=True)
         with open(f"{folder}/train_grpo.py") as file:
             text = file.read()
-    settings = text[text.index("# what everybody sets first"):text.index("settings = configure")]
+    settings = text[text.index("# settings that everybody sets first"):text.index("settings = configure")]
     loop = text[text.index("    # ------------------------------------------------------------ 3 advantage"):
                 text.index("            if u == 0:")]
     return settings, "if True:\n" + loop

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   rewards: for each completion a dict {index of a sampled token: the part of the score that this token
-#   earned}. The parts add up to the score, also after a KL or a penalty was taken off it (see shaped).
+#   earned}. A function that reads them calls shaped first: a KL or a penalty may have changed the score.
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
 # reinforce++_baseline, and from grpo_process and turns if its completions have several rewards.
 
@@ -130,6 +130,7 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
     is 38 degrees off and pushes towards ending early, where the gradient of the mean return pushes towards
     going on. `turns` has no such bias.
     """
+    rewards = shaped(rewards, scores)
     adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
     for first in range(0, len(scores), num_generations):
         group = {}                                                # {(s, token): reward} of one prompt
@@ -159,6 +160,7 @@ def turns(scores, num_generations, *, lengths, rewards, **_):
     does not depend on what is sampled later. bench/unbiased.py enumerates this for small problems.
     Example: rewards [{0: 1, 2: 2}, {1: 1}], G = 2, lengths [3, 2] -> [[2, 2, 2], [-2, -2]].
     """
+    rewards = shaped(rewards, scores)
     adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
     for first in range(0, len(scores), num_generations):
         scored = [s for s in range(first, first + num_generations) if not scores[s].isnan()]
@@ -199,16 +201,16 @@ ADVANTAGES = {
 }
 
 
-def shaped(rollouts, scores):
-    """Return the rewards of each rollout, {token: reward}, so that they add up to its score in `scores`. The
-    amount by which a KL or a penalty has changed the score is added to the last reward. A rollout without
-    any rewards, because no scorer has set them, stays without."""
-    result = [dict(r.rewards) for r in rollouts]
-    for rewards, score in zip(result, scores.tolist()):
-        if rewards:
-            last_token = max(rewards)
-            rewards[last_token] += score - sum(rewards.values())
-    return result
+def shaped(rewards, scores):
+    """Return copies of the rewards of each completion, {token: reward}, that add up to its score in `scores`.
+    The amount by which a KL or a penalty has changed the score is added to the last reward. A completion
+    without any rewards, because no scorer has set them, stays without."""
+    copies = [dict(token_rewards) for token_rewards in rewards]
+    for token_rewards, score in zip(copies, scores.tolist()):
+        if token_rewards:
+            last_token = max(token_rewards)
+            token_rewards[last_token] += score - sum(token_rewards.values())
+    return copies
 
 
 def overlong_penalty(lengths, max_length, buffer):

@@ -210,14 +210,27 @@ def deal_to_ranks(rollouts, updates):
     return [deal(rollouts, chosen, world_size)[rank] for chosen in updates]
 
 
+@torch.no_grad()
 def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
     """Return a policy's logprobs of the sampled tokens of rollouts[s] for s in chosen: {s: [len]}.
     A collective."""
-    def forward(batch):
+    logps = {}
+    for batch in micro_batches(policy, rollouts, chosen, token_budget):
         logp, _ = policy(batch, temperature)
-        return logp
+        batch.put(logp, logps)
+    # Without a backward FSDP2 leaves the root's parameters gathered.
+    policy.reshard()
+    return logps
 
-    return per_token(policy, forward, rollouts, chosen, token_budget)
+
+@torch.no_grad()
+def token_values(critic, rollouts, chosen, token_budget):
+    """Return a critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
+    values = {}
+    for batch in micro_batches(critic, rollouts, chosen, token_budget):
+        batch.put(critic(batch), values)
+    critic.reshard()
+    return values
 
 
 def gathered_logprobs(policy, rollouts, token_budget, temperature):
@@ -227,22 +240,6 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
     pairs = distributed.gathered([(s, logp.cpu().numpy()) for s, logp in logps.items()])
     return {s: torch.from_numpy(logp) for s, logp in pairs}
-
-
-def token_values(critic, rollouts, chosen, token_budget):
-    """Return a critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
-    return per_token(critic, critic, rollouts, chosen, token_budget)
-
-
-@torch.no_grad()
-def per_token(network, forward, rollouts, chosen, token_budget):
-    # Returns forward(MicroBatch), [C], of all these rollouts as {s: [len]}.
-    values = {}
-    for batch in micro_batches(network, rollouts, chosen, token_budget):
-        batch.put(forward(batch), values)
-    # Without a backward FSDP2 leaves the root's parameters gathered.
-    network.reshard()
-    return values
 
 
 # ---------------------------------------------------------------- loading and sharding
@@ -354,9 +351,9 @@ def on_all_ranks(label, read, sequence_group):
         try:
             network = read()
             network.packed = check_same(label, network, sequence_group.size() if sequence_group else 1)
-            replaced = {}                   # as deepcopy takes it: {id of an object: the copy of it}
-            for x in network.parameters():
-                replaced[id(x)] = nn.Parameter(x.detach().to("meta"), x.requires_grad)
+            # As deepcopy takes it: {id of an object: the copy of it}
+            replaced = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad)
+                        for x in network.parameters()}
             result = copy.deepcopy(network, replaced)
         except ValueError as error:
             result = error

@@ -12,6 +12,7 @@ If a rank ends, its connections break, and the ranks at their other ends end as 
 longer than `timeout` is ended by its watchdog (runtime/distributed.py).
 """
 import atexit
+import collections
 import datetime
 import os
 import pickle
@@ -55,7 +56,7 @@ class Bridge:
     arrived           a queue with what the engine has been told and has not read: how the run begins, then
                       pairs (version, named tensors)
     newest            the last version of the weights that has arrived
-    sent              pairs (transfer, tensor) of what the engine has sent, the oldest first
+    sent              pairs (transfer, tensor) of what the engine has sent last, two for each message
     """
     allocated = 0
 
@@ -102,7 +103,9 @@ class Bridge:
         if not self.trains:
             self.arrived = queue.SimpleQueue()
             self.newest = -1
-            self.sent = []
+            # A tensor has to stay until it has gone. The trainers take everything in order, and no engine is
+            # more than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
+            self.sent = collections.deque(maxlen=2 * (self.settings.max_staleness + 4))
             threading.Thread(target=self._listen, daemon=True).start()
         return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
 
@@ -171,13 +174,8 @@ class Bridge:
 
     def send(self, kind, number, rollouts):
         """Send rollouts to the trainers, who may take them much later."""
-        # A tensor stays here until it has gone. The trainers take everything in order, and no engine is more
-        # than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
         for tensor in as_tensors(((kind, number), rollouts)):
             self.sent.append((self.gloo.send([tensor], 0, 0), tensor))
-        while len(self.sent) > 2 * (self.settings.max_staleness + 4):
-            transfer, _ = self.sent.pop(0)
-            transfer.wait(FOREVER)
 
     def weights(self, version):
         """Return the named tensors of a version as soon as they are here. Older versions are dropped."""

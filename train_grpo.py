@@ -183,8 +183,7 @@ for step in range(run.first_step, max_steps + 1):
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
-    # losses.shaped returns r.rewards, changed so that they add up to `scores`.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
@@ -201,8 +200,7 @@ for step in range(run.first_step, max_steps + 1):
         old_logps = engine_logps
     elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
-            my_share = sum(shares, [])                          # of all updates
-            old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)   # {s: [len]}
+            old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
     else:
         old_logps = None                                        # in the only update pi_old is the policy
 

@@ -1084,7 +1084,7 @@ class Modules:
             "weights": SimpleNamespace(compare_logprobs=compare, engine_weights=engine_weights),
             "losses": SimpleNamespace(
                 CHOICES={}, ADVANTAGES={"reinforce++": lambda scores, *_, **__: scores}, group_std=None,
-                shaped=lambda *_: None, sequence_weights=lambda *_: None),
+                sequence_weights=lambda *_: None),
             "model": SimpleNamespace(
                 deal_to_ranks=trained_on, load_policy=load_policy, make_optimizer=lambda *_: optimizer,
                 micro_batches=lambda *_: [], set_rates=lambda *_: {}, token_logprobs=lambda *_: {},

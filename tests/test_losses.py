@@ -3,7 +3,6 @@ import decimal
 import itertools
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,14 +320,12 @@ def test_turns_by_hand():
 
 
 def test_what_is_taken_off_a_score_is_taken_off_its_last_reward():
-    rollouts = [SimpleNamespace(score=score, rewards=rewards) for score, rewards in (
-        (0.75, {3: 0.25, 1: 0.5}), (1.0, {2: 1.0}), (0.5, {0: 0.5}), (math.nan, {}))]
+    rewards = [{3: 0.25, 1: 0.5}, {2: 1.0}, {0: 0.5}, {}]
     scores = torch.tensor([0.5, 1.0, -1.5, math.nan], dtype=torch.float64)
-    assert losses.shaped(rollouts, scores) == [{3: 0.0, 1: 0.5}, {2: 1.0}, {0: -1.5}, {}]
-    assert rollouts[0].rewards == {3: 0.25, 1: 0.5}             # the rollouts keep what was scored
-    # Also if the score of the rollout itself was changed.
-    rollouts[0].score = 0.5
-    assert losses.shaped(rollouts, scores)[0] == {3: 0.0, 1: 0.5}
+    assert losses.shaped(rewards, scores) == [{3: 0.0, 1: 0.5}, {2: 1.0}, {0: -1.5}, {}]
+    assert rewards[0] == {3: 0.25, 1: 0.5}                      # the rollouts keep what was scored
+    adv = losses.ADVANTAGES["turns"](scores[:2], 2, lengths=torch.tensor([4, 3]), rewards=rewards[:2])
+    assert adv[0].tolist() == [-0.5, -0.5, 0, 0] and adv[1].tolist() == [0.5] * 3
 
 
 @ONLY_ADDED

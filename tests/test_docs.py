@@ -6,6 +6,8 @@ import random
 import re
 import shutil
 import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,10 +103,17 @@ def commands_for(page, diff):
     return [line.split()[1:] for line in lines if line.startswith("torchrun")]
 
 
+def shortened(script, *arguments):
+    """A command that is short, without a real model and what it needs."""
+    small = [one for one in TINY if "ppo" not in script or "num_mini_batches" not in one]
+    arguments = [one for one in arguments if not re.search("prompts_per_step|MODEL|gsm8k", one)]
+    return [script, *runs.with_defaults(arguments, dict(one[2:].split("=") for one in small) | {"max_steps": 2})]
+
+
 @pytest.mark.parametrize("number", [number for number, (_, diff) in enumerate(DIFFS)
                                     if not any(text in diff for text in TESTED_BELOW)])
 def test_a_diff_applies_and_runs(copy, number):
-    """By the last command below it, and the tests of the files that it changes pass."""
+    """By each command below it, and the tests of the files that it changes pass."""
     page, diff = DIFFS[number]
     (copy / "tests").mkdir()
     for changed in re.findall(r"^\+\+\+ b/(\w+)\.py", diff, re.M):
@@ -115,12 +124,12 @@ def test_a_diff_applies_and_runs(copy, number):
         os.remove(copy / "tests/test_rewards.py")
     shutil.copy(os.path.join(ROOT, "pytest.ini"), copy)
     patch(copy, diff)
-    script, *arguments = commands_for(page, diff)[-1]
-    small = [one for one in TINY if "ppo" not in script or "num_mini_batches" not in one]
-    # Without a real model, and what it needs.
-    arguments = [one for one in arguments if not re.search("prompts_per_step|MODEL|gsm8k", one)]
-    arguments = runs.with_defaults(arguments,
-                                   dict(one[2:].split("=") for one in small) | {"max_steps": 2})
+    (parts,) = [text for where, _, text in BLOCKS if "data_and" in where and text.startswith("# my_rewards.py")]
+    (copy / "my_rewards.py").write_text(parts)
+    *earlier, last = commands_for(page, diff)
+    for count, command in enumerate(earlier):
+        runs.forked(copy / "log", *shortened(*command), "--max_steps=1", f"--out_dir={count}", root=copy)
+    script, *arguments = shortened(*last)
     # In a warm-up of the critic the policy only computes logprobs, and is then saved and sent to the engine.
     stay = "reshard_after_forward" in diff
     warm = [f"--critic_warmup_steps={stay:d}", "--save_interval=1"] * ("ppo" in script)
@@ -248,6 +257,43 @@ def test_the_experts_are_balanced(copy, experts):
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+STAND_INS = {
+    "scontrol": 'echo "$@" >> calls\n[ $1 != show ] || echo localhost\n',
+    # The job's two nodes are two launchers on this machine. As Slurm's own srun, it passes a signal on to them.
+    "srun": "trap 'kill -TERM $first $second' TERM\n\"$@\" & first=$!\n\"$@\" & second=$!\nwait\nwait\n"}
+
+
+def test_the_script_for_slurm(copy):
+    """With stand-ins for srun and scontrol: two nodes train together, and the job ends as its time is over."""
+    (script,) = [block for _, _, block in BLOCKS if "#SBATCH" in block]
+    tiny = [*TINY, "--max_steps=500", "--save_interval=0"]
+    for text, ours in (("nproc_per_node=8", "nproc_per_node=1"), ("29500", str(runs.free_port())),
+                       ("config/tasks/gsm8k.py", " ".join(tiny)), ("/shared/run", "run"),
+                       ("--prompts_per_step=128 --save_interval=5 ", "")):
+        assert script.count(text) == 1, text
+        script = script.replace(text, ours)
+    for name, text in {**STAND_INS, "batch": script}.items():
+        (copy / name).write_text(f"#!/bin/bash\n{text}")
+        (copy / name).chmod(0o755)
+    (copy / ".venv/bin").mkdir(parents=True)
+    (copy / ".venv/bin/activate").write_text("")
+    path = f"{copy}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    with open(copy / "log", "w") as log:
+        job = subprocess.Popen(["./batch"], cwd=copy, stdout=log, stderr=log, env=os.environ | {
+            "PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"})
+    deadline = time.monotonic() + 120
+    while len(runs.lines(copy / "run")) < 2 and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.terminate()                                             # what --signal=B:TERM@900 does
+    job.wait(60)
+    output = (copy / "log").read_text()
+    steps = [line["step"] for line in runs.lines(copy / "run")]
+    assert steps == [*range(len(steps))] and 2 <= len(steps) < 500, output
+    assert os.path.exists(copy / f"run/checkpoint-{len(steps)}"), output
+    assert (copy / "calls").read_text() == "show hostnames n[1-2]\nrequeue 7\n"
+    assert "on 2 x cpu" in output
+
+
 def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
     assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {
         "losses.py", "model.py", "tasks/generate_problems.py", "train_grpo.py"}
@@ -267,12 +313,19 @@ def test_a_reward_of_your_own(copy):
                     root=copy)
 
 
+def without_blocks(page):
+    return re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.M | re.S)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    prose = re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_blocks(page)):
         if not target.startswith("http"):
-            assert os.path.exists(os.path.join(ROOT, os.path.dirname(page), target)), target
+            path = os.path.normpath(os.path.join(os.path.dirname(page), target)) if target else page
+            assert os.path.exists(os.path.join(ROOT, path)), target
+            if heading and path in TEXTS:
+                headings = re.findall(r"^#+ (.*)$", without_blocks(path), re.M)
+                assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], heading
 
 
 def lines_of(cell):
@@ -315,12 +368,13 @@ def test_the_table_of_hardware(tmp_path):
 
 
 def test_every_file_and_setting_that_a_command_names_exists():
+    of_pages = {re.match(r"# (\w+\.py)|", block)[1] for _, _, block in BLOCKS}
     for page, language, block in BLOCKS:
         if language != "sh":
             continue
         for command in re.sub(r"\\\n", " ", block).splitlines():
             for name in re.findall(r"(?<![\w/.-])((?:\w+/)*\w+\.py)\b", command):
-                if not name.startswith("my_") and "NAME" not in name:
+                if not name.startswith("my_") and "NAME" not in name and name not in of_pages:
                     assert os.path.exists(os.path.join(ROOT, name)), (page, name)
             for name in re.findall(r"-m ((?:bench|tiny)\.\w+)", command):
                 assert os.path.exists(os.path.join(ROOT, name.replace(".", "/") + ".py")), (page, name)

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 
 from runtime.chat_template import text_of_blocks
-from runtime.user_code import specs
 from tasks.generate_problems import generated_rows, held_out
 
 FILE_KINDS = ".jsonl", ".json", ".parquet"
@@ -314,8 +313,8 @@ def files_of(setting):
     # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted. What is no file stays as it
     # is, and read_rows refuses it. An empty setting goes by the name of both.
     sources = set()
-    for part in specs(setting) or ["train_file or eval_file"]:
-        source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part).groups()
+    for part in (setting or "train_file or eval_file").split(","):
+        source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part.strip()).groups()
         if source and source in sources:
             raise ValueError(f"{setting}: the source {source} is named twice; a folder or a pattern names "
                              "several files at once")
@@ -390,7 +389,6 @@ class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, including those that the chat template adds
     number: int = 0         # the number of the row in Prompts
-    epoch: int = 0          # how many times all rows had been drawn before this prompt was
 
 
 def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
@@ -406,16 +404,16 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
         return []
     # All at once, which is faster. A template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False).input_ids
-    start = start_of(tokenizer)
     # model_folder.load_tokenizer says how many tokens the model embeds; a tokenizer of your own need not.
     embedded = getattr(tokenizer, "embedded", math.inf)
     prompts = []
     for (name, row), ids in zip(rows, encoded):
         if not ids or max(ids) >= embedded:
             raise ValueError(f"{name}: its prompt has no tokens, or a token that the model does not have")
-        plain = not chat or isinstance(row["prompt"], str)
-        if plain and ids[:len(start)] != start:
-            ids = start + ids
+        if not chat or isinstance(row["prompt"], str):
+            start = start_of(tokenizer)
+            if ids[:len(start)] != start:
+                ids = start + ids
         prompts.append(Prompt(row, ids))
     return prompts
 
@@ -482,9 +480,9 @@ class Prompts:
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             numbers = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            for place, prompt in zip(places, self.encoded(numbers)):
+            for prompt in self.encoded(numbers):
                 if len(prompt.ids) <= self.s.max_prompt_length:
-                    drawn.append(prompt._replace(epoch=place // size))
+                    drawn.append(prompt)
             position = places.stop
         return drawn, position
 

@@ -6,7 +6,6 @@ Sample from a checkpoint and score it: mean@k, pass@k and maj@k on held-out prob
     python evaluate_model.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
     torchrun --nproc_per_node=8 evaluate_model.py --model=...       # an engine per process, the same figures
 """
-import json
 import math
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import rollout
 from configurator import check_tiny_defaults, check_values, configure, input_errors, printable
 from episodes import Player
 from runtime.model_folder import check_model, end_tokens, load_tokenizer, read_config
-from runtime.metrics import evaluated, evaluation_metrics, failures
+from runtime.metrics import append, evaluated, evaluation_metrics, failures
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
@@ -54,7 +53,7 @@ with input_errors():
         rows = data.named_rows(settings, "eval")
         check_tiny_defaults(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
-    eos_ids = end_tokens(base, tokenizer)
+    eos_ids = distributed.from_master(end_tokens(base, tokenizer))        # a hub may fail a rank
     player = Player(settings, tokenizer, eos_ids)
     prompts = data.encode_rows(tokenizer, rows, chat, system_prompt, player.tools)
     longest = max(max_prompt_length, *(len(row.ids) for row in prompts)) + max_completion_length
@@ -101,19 +100,17 @@ for group in groups[:show]:
         score = group[texts.index(text)].score
         print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {score:g}\n")
 if output:
-    with open(output, "w") as file:                             # earlier results have stayed until now
-        for group in groups:
-            lines = []
-            for r in group:
-                completion = r.completion if player.make else rewards.content(r.completion)
-                line = {"completion": completion, "score": r.score, "finish_reason": r.finish_reason}
-                if math.isnan(r.score):
-                    line["score"] = None
-                lines.append(line)
-            # The mean is None if no sample was scored.
-            mean = evaluation_metrics(group, samples).get(f"eval/mean@{samples}")
-            row = group[0].row | {f"mean@{samples}": mean, "samples": lines}
-            file.write(json.dumps(row, default=str) + "\n")
+    rows = []
+    for group in groups:
+        lines = []
+        for r in group:
+            completion = r.completion if player.make else rewards.content(r.completion)
+            lines.append({"completion": completion, "score": r.score, "finish_reason": r.finish_reason})
+        # The mean is None if no sample was scored.
+        mean = evaluation_metrics(group, samples).get(f"eval/mean@{samples}")
+        rows.append(group[0].row | {f"mean@{samples}": mean, "samples": lines})
+    open(output, "w").close()                                   # earlier results have stayed until now
+    append(output, rows)                                        # a score of NaN becomes null
 problems = failures(rollouts)
 if problems:
     print(f"{len(problems)} of {len(rollouts)} completions were not scored; the first: {problems[0]}")

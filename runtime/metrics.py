@@ -19,14 +19,13 @@ from collections import Counter, defaultdict
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import fail
 from runtime import distributed, health
-from runtime.user_code import TimeUp, shown, source_of, specs
+from runtime.user_code import shown, source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,14 +124,11 @@ def rollout_metrics(rollouts, n, group_std, engines):
     sampled them. The time that environments took is given per engine.
     """
     lengths = [len(r.logprobs) for r in rollouts]
-    scores = np.array([r.score for r in rollouts])
-    stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
-    scored = scores[~np.isnan(scores)].tolist()
-    reward = 0.0
-    if scored:
-        reward = float(np.nanmean(scores))
+    scores = [r.score for r in rollouts]
+    scored = [score for score in scores if not math.isnan(score)]
+    stds = group_std(torch.tensor(scores, dtype=torch.float64), n)                      # [N / n]
     figures = {
-        "reward": reward,
+        "reward": mean_or_zero(scored),
         "reward_std": stds.mean().item(),
         "frac_reward_zero_std": (stds == 0).double().mean().item(),
         "rewards/min": min(scored, default=0.0),
@@ -140,7 +136,7 @@ def rollout_metrics(rollouts, n, group_std, engines):
         "rewards/unscored": len(scores) - len(scored),
         **reward_means(rollouts, "rewards"),
         **part_means([r.extra for r in rollouts], "logged"),
-        "rewards/timeouts": sum(str(TimeUp()) in r.problem for r in rollouts),
+        "rewards/timeouts": sum("(call_timeout)" in r.problem for r in rollouts),
         "completions/sampled_tokens": sum(lengths),
         "completions/mean_length": mean_or_zero(lengths),
         "completions/min_length": min(lengths),
@@ -163,14 +159,12 @@ def episode_metrics(rollouts, engines):
         "episodes/turns": sum(len(r.spans) for r in rollouts) / N,
         "episodes/inserted_tokens": inserted / N,
         "episodes/ended/done": endings["stop"] / N,
-        "episodes/ended/length": endings["length"] / N,
-        "episodes/ended/turns": endings["turns"] / N,
-        "episodes/ended/timeout": endings["timeout"] / N,
-        "episodes/ended/error": endings["error"] / N,
         "episodes/limited": endings["length"] + endings["turns"] + endings["timeout"],
         "tools/call_frequency": total("calls") / N,
         "tools/failure_frequency": total("failures") / max(total("calls"), 1),
         "timing_s/environment": total("seconds") / engines}
+    for ending in ("length", "turns", "timeout", "error"):
+        figures[f"episodes/ended/{ending}"] = endings[ending] / N
     for name in ("requests", "rows", "untrained_tokens"):       # of agents
         if any(name in r.counts for r in rollouts):
             figures[f"episodes/{name}"] = total(name) / N
@@ -277,7 +271,7 @@ class RunLog:
         if self.state["evaluated"].get("step") != step:
             self.state["evaluated"] = {"step": step}
         self.metrics = dict(self.state["evaluated"])
-        self.totals = {}
+        self.totals = Counter()
         self.counts = Counter()
         self.begun = copy.deepcopy(self.state)
         self.started = time.perf_counter()
@@ -306,10 +300,9 @@ class RunLog:
                 values = values.detach()
             else:
                 values = torch.tensor(values, dtype=torch.float64)
-            if name in means and values.numel():
+            self.totals[name] += values.sum()
+            if name in means:
                 self.counts[name] += values.numel()
-            if name in sums or values.numel():
-                self.totals[name] = self.totals.get(name, 0.0) + values.sum()
 
     def evaluate(self, prompts, k, sample, scorer, name="eval", **sampling):
         """Sample k completions per prompt as `evaluated` does, and log an evaluation. A collective."""
@@ -351,9 +344,10 @@ class RunLog:
         for rank_totals, rank_counts in distributed.gathered([(totals_here, self.counts)]):
             totals.update(rank_totals)
             counts.update(rank_counts)
-        figures = {name: total / counts.get(name, 1) for name, total in totals.items()}
+        # A mean of nothing is left out, and the count of a sum is 1.
+        figures = {name: total / counts.get(name, 1) for name, total in totals.items() if counts.get(name, 1)}
         self.metrics = figures | self.metrics
-        if "entropy" in counts:                                 # it has a value for each token of each update
+        if counts["entropy"]:                                   # it has a value for each token of each update
             self.metrics["completions/trained_tokens"] = counts["entropy"]
         for name, value in self.metrics.items():
             if not isinstance(value, (int, float)):
@@ -401,11 +395,9 @@ class RunLog:
         self.say("  ".join([f"step {step:3d}", *texts, f"{seconds:.1f} s"]))
 
     def report(self):
-        """Write report.html, in a process of its own, whose failure costs nothing else."""
+        """Write report.html, in a process of its own, which says so, and whose failure costs nothing else."""
         if self.master:
-            process = subprocess.run([sys.executable, ROOT / "report.py", self.out_dir], capture_output=True,
-                                     text=True)
-            self.say((process.stdout or process.stderr).strip())
+            subprocess.run([sys.executable, ROOT / "report.py", self.out_dir])
 
 
 def thread_failed(details):
@@ -418,7 +410,7 @@ def thread_failed(details):
 # ---------------------------------------------------------------- files of the log
 
 def append(path, lines):
-    # Appends objects to a .jsonl file, and waits until the disk has them: a checkpoint relies on them.
+    """Append objects to a .jsonl file, and wait until the disk has them: a checkpoint relies on them."""
     with open(path, "a") as file:
         for line in lines:
             # Rows of a parquet file may hold dates. JSON has neither NaN nor infinity, but null.

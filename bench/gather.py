@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from configurator import check, configure
 from rollout import Rollout
-from runtime import distributed, rollout_files
+from runtime import checkpoint, distributed
 # ------------------------------------------------------------------------------------------------------------
 tokens = 2_000_000              # in the rows of a step, over all ranks
 prompt_length = 200             # tokens
@@ -60,7 +60,7 @@ if rank == 0:
     with tempfile.TemporaryDirectory() as folder:
         for step in range(repeats):
             start = time.perf_counter()
-            rollout_files.write(folder, step, found)
+            checkpoint.write_rollouts(folder, step, found)
             seconds.append(time.perf_counter() - start)
         size = os.path.getsize(f"{folder}/rollouts/step-000000.parquet")
     print(f"save_rollouts: {statistics.median(seconds):.3f} s (smallest of {repeats}: {min(seconds):.3f}), "

@@ -38,8 +38,6 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from runtime.distributed import range_of_rows
-
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -157,6 +155,36 @@ def checksum_of_rows(rows):
     return checksum
 
 
+def write_rollouts(out_dir, step, rollouts):
+    """Write the rollouts of a step to out_dir/rollouts/step-000012.parquet, a row for each, in their order.
+
+    The columns ids, spans, row_starts, logprobs and score have the types of a Rollout's fields. The parts of
+    the score are JSON, because a reward may name other parts in another step, and so is a completion that
+    consists of messages. A file appears whole or not at all. It replaces that of an earlier attempt at the
+    step, and files of later steps, which the run had written before it was resumed, are removed. Raises
+    OSError if the disk is full, for example.
+    """
+    from pyarrow import Table, parquet                          # only a run with save_rollouts waits for it
+    rows = []
+    for r in rollouts:
+        completion = r.completion
+        if not isinstance(completion, str):
+            completion = json.dumps(completion, default=str)
+        rows.append({"step": step, "ids": r.ids, "spans": [*r.spans], "row_starts": [*r.row_starts],
+                     "logprobs": r.logprobs, "score": r.score, "parts": json.dumps(r.parts),
+                     "completion": completion})
+    folder = Path(out_dir, "rollouts")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step:06}.parquet"
+    part = folder / ".part"                                     # who reads the folder passes over such a name
+    parquet.write_table(Table.from_pylist(rows), part)
+    sync(part)
+    part.replace(path)
+    for other in folder.glob("step-*.parquet"):
+        if other > path:
+            other.unlink()
+
+
 # ---------------------------------------------------------------- and back
 
 def checkpoints(out_dir):
@@ -206,7 +234,10 @@ def read_rows(files, entry, parameter):
     parts = [file.get_slice(entry) for file in files]
     if not parts[0].get_shape():
         return files[0].get_tensor(entry)                       # how many steps were made
-    first, end = range_of_rows(len(parameter), parameter.device_mesh)
+    mesh = parameter.device_mesh
+    count = -(-len(parameter) // mesh.size(mesh.ndim - 1))      # FSDP2 gives each rank so many rows
+    first = count * mesh.get_local_rank(mesh.ndim - 1)
+    end = first + count
     size = -(-len(parameter) // len(files))                     # rows in a file; the last ones may have fewer
     rows = torch.cat([part[max(0, first - n * size):max(0, end - n * size)] for n, part in enumerate(parts)])
     value = torch.zeros_like(parameter)

@@ -81,13 +81,6 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     return dist.get_rank(), world_size, device, mesh, sequence_group
 
 
-def range_of_rows(length, mesh):
-    """Return the first of this rank's rows of a parameter with `length` rows, and the row after its last."""
-    count = -(-length // mesh.size(mesh.ndim - 1))
-    start = count * mesh.get_local_rank(mesh.ndim - 1)
-    return start, start + count
-
-
 def compute_dtype(dtype):
     """Return the dtype that layers compute in. dtype: the setting."""
     if dtype != "auto":

@@ -298,19 +298,23 @@ class Run:
         samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
         if self.settings.save_rollouts and log.master:
-            from runtime import rollout_files
             with log.timed("save_rollouts"), input_errors():
-                rollout_files.write(self.out_dir, step, rollouts)
+                checkpoint.write_rollouts(self.out_dir, step, rollouts)
         seconds = time.perf_counter() - log.started
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+        else:                                                   # of the process, in KiB by Linux
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.state["step"] += 1
         self.state["num_tokens"] += num_tokens
-        check_state(self.state, self.state.keys() - self.run_keys)
+        if step == self.first_step:
+            check_state(self.state, self.state.keys() - self.run_keys)
         if self.state["first_gap"] is None:
             self.state["first_gap"] = log.metrics.get("sampling/sampling_logp_difference/mean")
         log.metrics |= {
             "num_tokens": self.state["num_tokens"],
             "perf/throughput": num_tokens / seconds,
-            "perf/max_memory_allocated_gb": (peak_memory() - self.engine.allocated) / 1e9,
+            "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9,
             "timing_s/step": seconds}
         if group_std:
             engines = getattr(self.engine, "engines", self.world_size)
@@ -336,6 +340,7 @@ class Run:
         folder = f"{self.out_dir}/checkpoint-{step}"
         if step > self.saved:
             with self.log.timed("save"):
+                check_state(self.state, self.state.keys() - self.run_keys)
                 try:
                     checkpoint.save_checkpoint(folder, self.networks, self.tokenizer, self.state,
                                                self.settings.keep_checkpoints, self.arrays)
@@ -402,10 +407,3 @@ def check_scored(rollouts, log, step):
     if unscored:
         log.say(f"step {step}: nothing was scored. Does the script call scorer(...), and does the reward "
                 "return more than None?")
-
-
-def peak_memory():
-    # Returns the peak so far, in bytes: of tensors on this rank's GPU, or else of the process.
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024        # Linux counts in KiB

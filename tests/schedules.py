@@ -843,7 +843,8 @@ class Modules:
                 read_bytes=lambda: self._saved(parts[0])["state"]),
             load_file=lambda path: dict(self._saved(path)["arrays"]), locate=self._locate, fail=self._fail,
             time=SimpleNamespace(monotonic=lambda: self.world.switches / 20, perf_counter=lambda: 0.0),
-            check_run=lambda *_, **__: None, opening=lambda *_: "", located=str, peak_memory=lambda: 0)
+            check_run=lambda *_, **__: None, opening=lambda *_: "", located=str,
+            resource=SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_maxrss=0)))
         self.run.checkpoint = SimpleNamespace(json_text=checkpoint.json_text, save_checkpoint=self._save,
                                               load_optimizers=lambda folder, networks: self._saved(folder))
         self.run.metrics = SimpleNamespace(RunLog=Log, rollout_metrics=lambda *_: {}, sample_lines=lambda *_: [])
@@ -1077,7 +1078,7 @@ class Modules:
             "configurator": SimpleNamespace(configure=configure, input_errors=configurator.input_errors),
             "data": SimpleNamespace(load_prompts=lambda *_: (world.plan.train_set, world.plan.eval_set, "")),
             "rewards": SimpleNamespace(Scorer=Scorer),
-            "rollout": SimpleNamespace(load_engine=load_engine),
+            "rollout": SimpleNamespace(load_engine=load_engine, sampling_of=rollout.sampling_of),
             "episodes": SimpleNamespace(OpenEpisodes=self.episodes.OpenEpisodes, Player=self._player),
             "placement": self.placement,
             "runtime.run": SimpleNamespace(Run=begun, check_run=self.run.check_run),

@@ -16,10 +16,10 @@ import os
 import re
 import sys
 from operator import itemgetter
+from pathlib import Path
 
 from runtime.health import findings, series
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 # These numbers of points and of bytes of samples keep a page under 5 MB.
 POINTS, SAMPLE_BYTES = 60_000, 3_200_000
 
@@ -107,9 +107,8 @@ def summary(lines, metrics):
     return [*texts, f"to step {last_step}", f"{minutes:.1f} min"]
 
 
-def panels_of(lines_of_runs):
+def panels_of(lines_of_runs, metrics):
     """Return the panels that have curves: title, scale, and {metric: (steps, values) of each run}."""
-    metrics = sorted(metrics_in(lines_of_runs))
     most = min(600, POINTS // (len(lines_of_runs) * len(metrics) + 1))
     panels = []
     for title, pattern, scale in PANELS:
@@ -129,10 +128,6 @@ def panels_of(lines_of_runs):
     return panels
 
 
-def metrics_in(lines_of_runs):
-    return set().union(*itertools.chain(*lines_of_runs))
-
-
 def page(folders):
     """Return the HTML of the page, as a string."""
     lines_of_runs, settings_of_runs, defaults_of_runs = zip(*map(read_run, folders))
@@ -144,7 +139,7 @@ def page(folders):
         defaults |= {key: str(default) for key, default in run_defaults.items()}
     differing = [key for key in values if len(set(values[key])) > 1][:2]
     names = [", ".join(f"{key}={values[key][i]}" for key in differing) for i in range(len(folders))]
-    metrics = sorted(metrics_in(lines_of_runs))
+    metrics = sorted(set().union(*itertools.chain(*lines_of_runs)))
     runs = []
     for folder, name, lines, settings in zip(folders, names, lines_of_runs, settings_of_runs):
         if not name or names.count(name) > 1:
@@ -152,11 +147,11 @@ def page(folders):
         runs.append({"name": name, "summary": summary(lines, metrics), "findings": findings(lines, settings),
                      "samples": read_samples(folder, SAMPLE_BYTES // len(folders))})
     rows = [[key, *texts, defaults.get(key, texts[0])] for key, texts in values.items()]
-    data = {"runs": runs, "panels": panels_of(lines_of_runs), "settings": rows}
+    data = {"runs": runs, "panels": panels_of(lines_of_runs, metrics), "settings": rows}
     text = json.dumps(data, ensure_ascii=False)
-    with open(os.path.join(HERE, "runtime", "report.html"), encoding="utf-8") as template:
-        # Neither </script> nor <!-- may stand in a script element.
-        return template.read().replace("DATA", text.replace("<", r"\u003c"), 1)
+    template = Path(__file__).with_name("runtime") / "report.html"
+    # Neither </script> nor <!-- may stand in a script element.
+    return template.read_text("utf-8").replace("DATA", text.replace("<", r"\u003c"), 1)
 
 
 def write(folders):
@@ -164,8 +159,7 @@ def write(folders):
     path = os.path.join(folders[0], "report.html")
     # A sample may hold half a surrogate pair, at which a browser may fail. It becomes a question mark.
     text = page([os.path.normpath(folder) for folder in folders]).encode(errors="replace")
-    with open(path, "wb") as file:
-        file.write(text)
+    Path(path).write_bytes(text)
     return path
 
 

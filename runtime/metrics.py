@@ -253,8 +253,7 @@ class RunLog:
             self.history = rewind(f"{out_dir}/metrics.jsonl", state["step"])
             rewind(f"{out_dir}/samples.jsonl", state["step"])
             name = os.path.basename(script)
-            config = {"script": name} | settings
-            config |= {"checksums": state["checksums"], "out_dir": out_dir}
+            config = {"script": name, **settings, "checksums": state["checksums"], "out_dir": out_dir}
             Path(out_dir, name).write_bytes(Path(script).read_bytes())
             Path(out_dir, "config.json").write_text(json.dumps(config, indent=1))
             # So that a changed losses.py is found again; it is empty where nothing differs from the commit.

@@ -96,9 +96,9 @@ def wait_until(condition, seconds):
 
 @pytest.mark.parametrize("settings", [
     {"num_mini_batches": 2, "kl_coef": 0.05, "loss_type": "cispo", "temperature": 0.7, "eval_temperature": 0},
-    {"advantage": "rloo", "kl_coef": 0.05, "kl_estimator": "k1_reward", "eval_top_k": 5, "eval_top_p": 0.9}])
+    {"advantage": "rloo", "kl_coef": 0.05, "kl_estimator": "k1_reward", "eval_top_p": 0.9}])
 def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):
-    """Also in evaluations that sample in another way, of which engine and trainer are compared."""
+    """Also in evaluations that sample in another way. With a top_p alone nothing is compared there."""
     settings = {"max_steps": 4, "engine_correction": "none"} | settings
     together, _ = train("together", "train_grpo.py", 1, **settings)
     apart, output = train("apart", max_staleness=0, **settings)

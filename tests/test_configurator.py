@@ -385,12 +385,15 @@ def test_numbers_that_must_not_be_negative(capsys, key):
     check_values(SimpleNamespace(**{key: 0}, mine=-1))
     with pytest.raises(SystemExit):
         check_values(SimpleNamespace(**{key: -1}))
-    # Some settings of evaluations may be -1, but take no other value that they would not take in training.
+    assert capsys.readouterr().err.endswith(f": {key}=-1: must not be negative\n")
+
+
+def test_settings_of_evaluations_may_be_those_of_the_training():
+    """-1 says so. They take no other value that they would not take without eval_."""
     check_values(SimpleNamespace(**dict.fromkeys(configurator.LIKE_TRAINING, -1)))
     for name, value in ("temperature", -0.5), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -2), ("min_p", 1.5):
         with pytest.raises(SystemExit):
             check_values(SimpleNamespace(**{f"eval_{name}": value}))
-    assert capsys.readouterr().err.endswith(f": {key}=-1: must not be negative\n")
 
 
 @pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2"])

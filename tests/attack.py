@@ -212,7 +212,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
         DAPO: "overlong_buffer max_num_gen_batches",
         PPO: "critic_learning_rate critic_warmup_steps value_clip",
         SAMPLE: "temperature top_p top_k eval_prompts call_timeout show vllm_gpu_memory_utilization"}),
-    ("1.5", BOUND, {GRPO: "vllm_gpu_memory_utilization", PPO: "lam", SAMPLE: "top_p"}),
+    ("1.5", BOUND, {GRPO: "vllm_gpu_memory_utilization eval_top_p eval_min_p", PPO: "lam", SAMPLE: "top_p"}),
     ("nonsense", r"\b{}\b.*nonsense", {
         GRPO: "task engine dtype advantage kl_estimator old_logprobs loss_type loss_aggregation "
               "engine_correction lr_decay", ASYNC: "in_flight engine engine_correction",

@@ -389,6 +389,7 @@ class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, including those that the chat template adds
     number: int = 0         # the number of the row in Prompts
+    epoch: int = 0          # how many times all rows had been drawn before this prompt was
 
 
 def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
@@ -480,9 +481,9 @@ class Prompts:
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             numbers = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            for prompt in self.encoded(numbers):
+            for place, prompt in zip(places, self.encoded(numbers)):
                 if len(prompt.ids) <= self.s.max_prompt_length:
-                    drawn.append(prompt)
+                    drawn.append(prompt._replace(epoch=place // size))
             position = places.stop
         return drawn, position
 

@@ -530,21 +530,6 @@ def value_loss(value, old_value, ret, value_clip):
     return torch.max(loss, clipped_loss), clipped_loss > loss
 
 
-# ---------------------------------------------------------------- schedules
-
-def schedule(peak, step, steps, kind, warmup=0):
-    """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). At a negative step,
-    as in the warm-up of PPO's critic, it is 0."""
-    if step < 0:
-        return 0.0
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return peak * decays[kind]
-
-
 # The values that these settings may have. configure() refuses all others before a model is loaded.
 CHOICES = {
     "advantage": ADVANTAGES,

@@ -15,6 +15,7 @@ among them, H the hidden size.
 """
 import copy
 import functools
+import math
 import sys
 from types import SimpleNamespace
 
@@ -29,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
 from attention import Pick, cut_over, join, packed_attention
-from losses import schedule
 from packing import deal, micro_batch, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
@@ -459,8 +459,21 @@ def make_optimizer(network, learning_rate, settings):
     return optimizer
 
 
+def schedule(peak, step, steps, kind, warmup=0):
+    """Return the learning rate at `step` of `steps`. It rises in `warmup` steps to its peak, from
+    peak / warmup on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). At a
+    negative step, as in the warm-up of PPO's critic, it is 0."""
+    if step < 0:
+        return 0.0
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return peak * decays[kind]
+
+
 def set_rates(optimizer, name, step, steps, kind, warmup):
-    """Give each group of an optimizer's parameters its learning rate, by losses.schedule; return the rates.
+    """Give each group of an optimizer's parameters its learning rate, by schedule; return the rates.
 
     The peak is the rate that the group was made with. The rate of the first group is called `name`, the rates
     of the others are called name/1, name/2 and so on.

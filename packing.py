@@ -208,7 +208,12 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
             rows += fitting
         # Among the rows with room for it, a sequence goes to the one that holds the longest prefix of it.
         best = max(fitting, key=attrgetter("prefix"))           # the first one, if there are several
-        best.add(sequence, size)
+        best.members.append((sequence, size, best.prefix))
+        added = size - best.prefix
+        best.room -= added
+        best.room_for_keys -= size
+        best.pairs += added * size
+        best.prefix = size
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
     rows.sort(key=attrgetter("pairs"), reverse=True)
     return [micro_batch(row.members, multiple) for row in rows]
@@ -222,14 +227,6 @@ class Row:
     prefix: int = 0         # how many tokens the last member has in common with the sequence that comes next
     pairs: int = 0          # about how many pairs of tokens there are in which one sees the other
     members: list = field(default_factory=list)         # triples (sequence, size, shared)
-
-    def add(self, sequence, size):
-        self.members.append((sequence, size, self.prefix))
-        added = size - self.prefix
-        self.room -= added
-        self.room_for_keys -= size
-        self.pairs += added * size
-        self.prefix = size
 
 
 def micro_batch(members, multiple):

@@ -19,11 +19,11 @@ import time
 import torch
 
 import data
-import losses
 import rewards
 import rollout
 from configurator import configure
 from episodes import Player
+from model import schedule
 from runtime.model_folder import check_model, end_tokens, load_tokenizer
 from runtime.metrics import evaluation_metrics
 from runtime.user_code import load_from
@@ -74,7 +74,7 @@ policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
                               weight_decay=0.0, fused=True)
 # The updates of a step share a learning rate. With TRL's own schedules it would change after each update.
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: losses.schedule(
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: schedule(
     1.0, update // num_mini_batches, max_steps, lr_decay, warmup_steps))
 rows, position = [], 0                                          # in the order in which a run uses them
 for _ in range(max_steps):

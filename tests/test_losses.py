@@ -1051,19 +1051,3 @@ def test_where_clipping_acted():
     logged = {name: mask.tolist() for name, mask in losses.clip_ratios(low, high).items()}
     assert logged == {"clip_ratio/low_mean": [True, False, False], "clip_ratio/high_mean": [False, True, False],
                       "clip_ratio/region_mean": [True, True, False]}
-
-
-# ---------------------------------------------------------------- schedules
-
-@pytest.mark.parametrize("kind, expected", [
-    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-    ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])])
-def test_schedule(kind, expected):
-    values = [losses.schedule(2.0, step, 6, kind, 2) for step in range(7)]
-    assert values == pytest.approx([2 * x for x in expected + [float(kind == "constant")]], abs=1e-12)
-    assert losses.schedule(1.0, 0, 4, kind) == 1 and losses.schedule(1.0, 0, 2, kind, 5) == 0.2
-    assert losses.schedule(1.0, -1, 4, kind) == losses.schedule(1.0, -5, 4, kind, 2) == 0
-    assert losses.schedule(1.0, 2, 4, kind) == pytest.approx(1.0 if kind == "constant" else 0.5)
-    # The rise may take all steps, and a single step may be the only one.
-    assert losses.schedule(1.0, 2, 2, kind, 2) == 1
-    assert losses.schedule(1.0, 1, 1, kind) == float(kind == "constant")

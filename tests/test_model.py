@@ -1,5 +1,6 @@
 """Logprobs, entropies and values of packed rows against plain forwards of one sequence at a time."""
 import functools
+import math
 import random
 from itertools import accumulate
 from types import SimpleNamespace
@@ -547,3 +548,17 @@ def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
         optimizer.step()
         optimizer.zero_grad()
     assert loss.mean() < 0.05 * (torch.cat(returns).square().mean() / 2)
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])])
+def test_schedule(kind, expected):
+    values = [model.schedule(2.0, step, 6, kind, 2) for step in range(7)]
+    assert values == pytest.approx([2 * x for x in expected + [float(kind == "constant")]], abs=1e-12)
+    assert model.schedule(1.0, 0, 4, kind) == 1 and model.schedule(1.0, 0, 2, kind, 5) == 0.2
+    assert model.schedule(1.0, -1, 4, kind) == model.schedule(1.0, -5, 4, kind, 2) == 0
+    assert model.schedule(1.0, 2, 4, kind) == pytest.approx(1.0 if kind == "constant" else 0.5)
+    # The rise may take all steps, and a single step may be the only one.
+    assert model.schedule(1.0, 2, 2, kind, 2) == 1
+    assert model.schedule(1.0, 1, 1, kind) == float(kind == "constant")

@@ -234,13 +234,12 @@ for step in range(run.first_step, max_steps + 1):
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
     # The ratio compares the policy with pi_old, the policy before the first update. For the age of the
     # rollouts engine_correction weighs tokens.
+    old_logps = None                                            # in the only update pi_old is the policy
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
             old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
-    else:
-        old_logps = None                                        # in the only update pi_old is the policy
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):

@@ -196,13 +196,12 @@ for step in range(run.first_step, max_steps + 1):
     # The ratio compares the policy with pi_old, the policy before the first update. If another script
     # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for that.
     stale = any(r.sampled_by != {step} for r in rollouts)
+    old_logps = None                                            # in the only update pi_old is the policy
     if old_logprobs == "engine" or stale and engine_correction == "none":
         old_logps = engine_logps
     elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
             old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
-    else:
-        old_logps = None                                        # in the only update pi_old is the policy
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):

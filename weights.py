@@ -149,13 +149,11 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     RuntimeError. None accepts all versions. docs/metrics.md explains the metrics. This is a collective, which
     a rank without any logprobs also has to call.
     """
-    versions = set()
     for s in logps:
-        versions |= rollouts[s].sampled_by
-    stale = versions - {version}
-    if stale and version is not None:
-        raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its own: "
-                           "leave them out of compare_logprobs, or load the weights into the engine")
+        stale = rollouts[s].sampled_by - {version}
+        if stale and version is not None:
+            raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its "
+                               "own: leave them out of compare_logprobs, or load the weights into the engine")
     engine_logps = [torch.from_numpy(rollouts[s].logprobs) for s in logps]
     engine_logp = torch.cat([torch.empty(0), *engine_logps])                # [C] of this rank; C may be 0
     trainer_logp = torch.cat([*logps.values()]).cpu() if logps else engine_logp

@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from configurator import fail
 from runtime import distributed, health
-from runtime.user_code import shown, source_of, specs
+from runtime.user_code import source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -350,7 +350,7 @@ class RunLog:
             self.metrics["completions/trained_tokens"] = counts["entropy"]
         for name, value in self.metrics.items():
             if not isinstance(value, (int, float)):
-                raise TypeError(f"log.metrics[{name!r}] is {shown(value)} and not a number: take its .item(),"
+                raise TypeError(f"log.metrics[{name!r}] is {value!r:.100} and not a number: take its .item(),"
                                 f" or on rank 0 log.board.add_histogram({name!r}, values, step)")
         if not self.master:
             return

@@ -39,7 +39,7 @@ eval_temperature = -1.0         # that of evaluations; 0 is greedy, and -1 is th
 eval_top_p = -1.0               # and so for these three: -1 takes the value without eval_
 eval_top_k = -1
 eval_min_p = -1.0
-best_by = ""                    # the figure of evaluations by which a checkpoint is the best, such as
+best_by = ""                    # the figure that is largest at the best checkpoint, such as
                                 # eval/SOURCE/pass@4; if empty, eval/mean@k
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; of those that were saved, the one with the

@@ -235,7 +235,7 @@ def read_rows(files, entry, parameter):
     if not parts[0].get_shape():
         return files[0].get_tensor(entry)                       # how many steps were made
     mesh = parameter.device_mesh
-    count = -(-len(parameter) // mesh.size(mesh.ndim - 1))      # FSDP2 gives each rank so many rows
+    count = -(-len(parameter) // mesh.size(mesh.ndim - 1))      # rows that FSDP2 gives a rank
     first = count * mesh.get_local_rank(mesh.ndim - 1)
     end = first + count
     size = -(-len(parameter) // len(files))                     # rows in a file; the last ones may have fewer

@@ -57,7 +57,7 @@ REASONS = {
     r"--engine=vllm|--max_staleness=4|--dtype|--eval_interval=2|--max_steps=8|--prompts_per_step=16|--lora_rank=R":
         "it is a measurement, of settings that other tests play",
     "--rise_above|=spo": "it is a trial of a diff, which test_docs.py applies and runs",
-    r"--nproc_per_node=2$|--shutdown_timeout=300$": "it is a part of a command"}
+    r"--nproc_per_node=\d$|--shutdown_timeout=300$": "it is a part of a command"}
 # A page's name for something, and what stands for it here
 STANDS_FOR = {"out/smollm2": "tiny", "out/warm/checkpoint-60": "out/warm/checkpoint-1", " ...": "",
               "RUN/checkpoint-40": "RUN/checkpoint-1", "out/grpo-algebra-.../checkpoint-60": "RUN/checkpoint-1",

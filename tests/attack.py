@@ -34,7 +34,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
                "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from runs import ROOT, environment, forkserver, free_port, run_in_child, with_defaults
+from runs import ROOT, environment, free_port, run_in_child, start_forked, with_defaults
 from tasks.generate_problems import held_out
 
 SECONDS = 60                    # that a case may take
@@ -957,11 +957,9 @@ class Trial:
         else:
             port = free_port()
             # As Python itself has it, the script's __file__ is absolute.
-            self.processes = [forkserver.Process(target=run_in_child, daemon=True, args=(
-                f"{ROOT}/{case.script}", arguments, log, environment(rank, case.ranks, port) | env, (),
-                errors)) for rank in range(case.ranks)]
-            for process in self.processes:
-                process.start()
+            self.processes = start_forked(run_in_child, [
+                (f"{ROOT}/{case.script}", arguments, log, environment(rank, case.ranks, port) | env, (), errors)
+                for rank in range(case.ranks)], daemon=True)
         self.begun = time.monotonic()
 
     def codes(self):

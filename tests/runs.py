@@ -3,7 +3,10 @@
 A forked run computes the same in half a second. A new process takes five seconds for its imports alone.
 """
 import atexit
+import compileall
+import contextlib
 import faulthandler
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -14,18 +17,40 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
-# Modules of the repository are not among them: a script imports these itself, as under a launcher.
+# Modules of the repository are not among what it has imported: a script imports these itself, as under a
+# launcher.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload([
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.nn.attention.varlen",
-    "torch.utils.tensorboard", "transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.llm"])
+forkserver.set_forkserver_preload(["preloaded"])
+
+
+@functools.cache
+def start_forkserver():
+    """Start the process that others are forked from, and compile the repository's files for all of them."""
+    with contextlib.chdir(os.path.join(ROOT, "tests")):         # where it finds preloaded.py
+        ensure_running()
+    # Where Python is told to write no bytecode, each process would compile them again. With a checksum in it
+    # the code of a file that has changed is never taken.
+    for name in ("", "config", "environments", "runtime", "tasks", "tiny"):
+        compileall.compile_dir(os.path.join(ROOT, name), maxlevels=0, quiet=2,
+                               invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+
+
+def start_forked(target, tuples, daemon=None):
+    """Start a forked process for each tuple of arguments; returns them."""
+    start_forkserver()
+    processes = [forkserver.Process(target=target, args=arguments, daemon=daemon) for arguments in tuples]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def load_rows(*arguments, **more):
@@ -157,11 +182,8 @@ def on_ranks(count, folder, function, *arguments):
     """What function(*arguments) returns on each rank of a group of forked processes."""
     port = free_port()
     paths = [os.path.join(folder, f"rank{rank}.pickle") for rank in range(count)]
-    processes = [forkserver.Process(target=call_in_group,
-                                    args=(function, arguments, environment(rank, count, port), path))
-                 for rank, path in enumerate(paths)]
-    for process in processes:
-        process.start()
+    processes = start_forked(call_in_group, [
+        (function, arguments, environment(rank, count, port), path) for rank, path in enumerate(paths)])
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
@@ -180,12 +202,17 @@ def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None, keep=Fals
     keep: see keep_rollouts. root: the folder with the project's files.
     """
     port = free_port()
-    processes = [forkserver.Process(target=run_in_child, args=(
-        script, arguments, log, environment(rank, ranks, port), forbidden, errors, keep, root))
-                 for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    return processes
+    return start_forked(run_in_child, [
+        (script, arguments, log, environment(rank, ranks, port), forbidden, errors, keep, root)
+        for rank in range(ranks)])
+
+
+def begin_torchrun(log, ranks, script, *arguments):
+    """Start a script by a torchrun on this machine, whose own process is forked; returns that one in a list.
+
+    Its workers are new processes of Python, as ever.
+    """
+    return begin(log, "-m", *TORCHRUN[2:], f"--nproc_per_node={ranks}", script, *arguments)
 
 
 def finish(processes, log, code=0, seconds=240):

@@ -22,7 +22,7 @@ from configurator import tell_launcher
 from runtime import checkpoint, distributed
 from runtime.metrics import RunLog, rewind
 from tiny import pretrain
-from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
+from runs import ROOT, TORCHRUN, begin, begin_torchrun, change_state, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 12, "save_interval": 1, "warmup_steps": 0,
@@ -67,30 +67,30 @@ def wait_for(condition, process, seconds=120):
 
 # ---------------------------------------------------------------- kill -9 at any moment
 
-@pytest.mark.parametrize("script, engine, launcher", [
-    ("train_grpo.py", "vllm", None), ("train_ppo.py", "hf", (*TORCHRUN, "--nproc_per_node=2"))])
+@pytest.mark.parametrize("script, engine, ranks", [("train_grpo.py", "vllm", 1), ("train_ppo.py", "hf", 2)])
 def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file, tmp_path, request, script,
-                                              engine, launcher):
+                                              engine, ranks):
     """Half of the kills fall into a save; in the end every figure is that of a run that was never killed.
 
-    vLLM plays episodes of several turns with an environment.
+    vLLM plays episodes of several turns with an environment. Several kills are of a torchrun and its workers.
     """
     pytest.importorskip("vllm") if engine == "vllm" else None
     kills, rng = request.config.getoption("--kills"), random.Random(0)
-    steps = {"max_steps": max(6, 3 * kills), "engine": engine}
+    steps = {"max_steps": max(5, 3 * kills), "engine": engine}
     if engine == "vllm":
         folder = talker
         steps |= {"environment": f"{games}:Letters", "task": "arithmetic", "max_completion_length": 48}
     out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
+    launcher = [*TORCHRUN, "--nproc_per_node=2"] if ranks == 2 and kills > 1 else None
 
     def to_the_end(arguments):
-        forked(tmp_path / "other log", *arguments, ranks=2 if launcher else 1)
+        forked(tmp_path / "other log", *arguments, ranks=ranks)
 
     to_the_end(command(script, folder, tmp_path / "whole", reward_file, **steps))
     again = command(script, folder, out_dir, reward_file, resume="auto", **steps)
     while killed < kills:
-        process = start([*launcher, *again], log) if launcher else begin(log, *again)[0]
-        before = count_lines(out_dir)
+        processes = [start([*launcher, *again], log)] if launcher else begin(log, *again, ranks=ranks)
+        process, before = processes[0], count_lines(out_dir)
         # Until it has made a step of its own.
         wait_for(lambda: count_lines(out_dir) > before, process)
         if killed % 2 == 0:
@@ -102,11 +102,15 @@ def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file
         if code_of(process) is not None:
             break
         in_a_save += (out_dir / "checkpoint.part").exists()
-        pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        pids = [each.pid for each in processes]
         # Every third time torchrun alone is killed: its workers notice, and the next run waits for them.
-        for pid in [process.pid, *map(int, pgrep.stdout.split() if killed % 3 else [])]:
+        if launcher and killed % 3:
+            pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+            pids += map(int, pgrep.stdout.split())
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: False, process)
+        for each in processes:
+            wait_for(lambda: False, each)
         killed += 1
     print(f"{killed} kills, {in_a_save} in a save")
     to_the_end(again)
@@ -125,19 +129,16 @@ def whole(folder, reward_file, tmp_path_factory):
     return out_dir
 
 
-@pytest.mark.parametrize("number, launcher", [
-    (signal.SIGINT, None), (signal.SIGTERM, (*TORCHRUN, "--nproc_per_node=1"))])
-def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number, launcher):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number):
     out_dir, log = tmp_path / "run", tmp_path / "log"
-    arguments = command("train_grpo.py", folder, out_dir, reward_file, save_interval=100)
-    process = start([*launcher, *arguments], log) if launcher else begin(log, *arguments)[0]
+    (process,) = begin(log, *command("train_grpo.py", folder, out_dir, reward_file, save_interval=100))
     wait_for(lambda: lines(out_dir), process)
     os.kill(process.pid, number)
     wait_for(lambda: False, process, 60)
     steps = int(re.search(r"stopped by a signal after (\d+) steps", log.read_text())[1])
     assert 0 < steps < 12 and os.listdir(out_dir).count(f"checkpoint-{steps}") == 1
-    # The second is torchrun's own way to exit.
-    assert code_of(process) == 0 or launcher and "SignalException" in log.read_text()
+    assert process.exitcode == 0
     train(folder, out_dir, reward_file, resume="auto")
     assert without_times(lines(out_dir)) == without_times(lines(whole))
 
@@ -171,13 +172,15 @@ def test_a_signal_ends_sampling_and_saves_the_start_of_the_step(talker, tmp_path
         del settings["max_num_gen_batches"]
     arguments = command(script, talker, out_dir, "--reward=", **settings)
     if reached == "torchrun":
-        processes, reached = [start([*TORCHRUN, f"--nproc_per_node={ranks}", *arguments], log)], 0
+        processes, number = begin_torchrun(log, ranks, *arguments), 0
     else:
-        processes = begin(log, *arguments, ranks=ranks)
+        processes, number = begin(log, *arguments, ranks=ranks), reached
     wait_for(lambda: (tmp_path / "slow").exists() and len(lines(out_dir)) == 2, processes[0])
-    os.kill(processes[reached].pid, signal.SIGTERM)
+    os.kill(processes[number].pid, signal.SIGTERM)
     for process in processes:
         wait_for(lambda: False, process, 60)
+    # torchrun has its own way to exit, once its workers have ended.
+    assert "SignalException" in log.read_text() if reached == "torchrun" else processes[number].exitcode == 0
     assert "stopped by a signal after 2 steps" in log.read_text(), log.read_text()[-3000:]
     assert [os.path.basename(path) for path in checkpoint.checkpoints(out_dir)] == ["checkpoint-2"]
     (tmp_path / "go on").touch()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from runtime import checkpoint, distributed
 from runtime.model_folder import model_class
 import runs
 from rollout import Rollout
-from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
+from runs import free_port, lines, on_ranks
 from test_packing import episode
 from weights import engine_weights
 
@@ -36,14 +35,10 @@ SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 1
          "grad_clip": 0, "engine": "hf"}
 
 
-def torchrun(count):
-    return (*TORCHRUN, f"--nproc_per_node={count}")
-
-
-def train(script, folder, out_dir, reward_file, count=1, code=0, launcher=None, **settings):
-    """Metrics and output of a run on `count` forked ranks, or on those that the launcher makes."""
+def train(script, folder, out_dir, reward_file, count=1, code=0, **settings):
+    """Metrics and output of a run on `count` forked ranks."""
     defaults = SMALL | {"model": folder} | settings
-    return runs.train(script, out_dir, [reward_file], defaults, launcher, count, code)
+    return runs.train(script, out_dir, [reward_file], defaults, ranks=count, code=code)
 
 
 def gradient(checkpoint):
@@ -313,13 +308,11 @@ def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
     endpoint = f"localhost:{free_port()}"
     one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file)
     arguments = [f"--{key}={value}" for key, value in SMALL.items()]
-    launchers = [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=test",
-         "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "train_grpo.py", f"--model={folder}",
-         f"--out_dir={tmp_path}/two", reward_file, *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    outputs = [launcher.communicate(timeout=200)[0] for launcher in launchers]
-    assert all(launcher.returncode == 0 for launcher in launchers), outputs
+    launchers = [runs.begin(
+        tmp_path / "log", "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=test",
+        "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "train_grpo.py", f"--model={folder}",
+        f"--out_dir={tmp_path}/two", reward_file, *arguments)[0] for _ in range(2)]
+    runs.finish(launchers, tmp_path / "log")
     two = lines(tmp_path / "two")
     for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
@@ -448,13 +441,23 @@ def raises(prompts, completions, **_):
 """
 
 
+TOLD = """
+import os, runpy
+os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.path.dirname(__file__), "error " + os.environ["RANK"])
+runpy.run_path("train_grpo.py", run_name="__main__")
+"""
+
+
 def test_an_error_on_one_rank_ends_the_run_with_its_cause(folder, tmp_path):
+    """torchrun shows the error that a rank has told it of first. See also test_placement.py, where it does."""
     (tmp_path / "deaths.py").write_text(DEATHS)
-    started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:raises",
-                      code=1, max_steps=1000, launcher=torchrun(2))
-    cause = output.rpartition("Root Cause")[2]
-    assert "KeyError: 'colour'" in cause and time.monotonic() - started < 90
+    (tmp_path / "told.py").write_text(TOLD)
+    train(tmp_path / "told.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:raises", 2, code=1,
+          max_steps=1000)
+    errors = [json.loads((tmp_path / f"error {rank}").read_text())["message"] for rank in range(2)]
+    times = [int(error["extraInfo"]["timestamp"]) for error in errors]
+    assert "KeyError: 'colour'" in errors[1]["message"] and times[1] < times[0]
+    assert "KeyError" not in errors[0]["message"]
 
 
 def test_a_rank_that_dies_ends_the_other(folder, tmp_path):
@@ -517,9 +520,8 @@ def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_p
     """They may be importing, joining their group, or loading what the run needs, here a slow reward file."""
     (tmp_path / "waits.py").write_text(
         "import time\nopen(f'{__file__}.begun', 'w').close()\ntime.sleep(600)\n")
-    process = subprocess.Popen(
-        [*torchrun(2), "train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run",
-         f"--reward={tmp_path}/waits.py:score"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    (process,) = runs.begin_torchrun(tmp_path / "log", 2, "train_grpo.py", f"--model={folder}",
+                                     f"--out_dir={tmp_path}/run", f"--reward={tmp_path}/waits.py:score")
     workers, deadline = [], time.monotonic() + 60
     while len(workers) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -529,7 +531,7 @@ def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_p
     while loading and not (tmp_path / "waits.py.begun").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.kill()
-    process.wait()
+    process.join()
     while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     left = [pid for pid in workers if os.path.exists(f"/proc/{pid}")]

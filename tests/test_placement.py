@@ -22,9 +22,9 @@ from runtime import checkpoint
 import placement
 import runs
 from rollout import Rollout, as_arrays, from_arrays
-from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
+from runs import begin, begin_torchrun, finish, forked, kept_rollouts, lines, refused, with_defaults
 from test_many_ranks import bits
-from test_survive import count_lines, start, wait_for
+from test_survive import count_lines, wait_for
 from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -208,11 +208,12 @@ def test_torchrun_ends_what_is_left_of_a_run(whole, folder, reward_file, tmp_pat
     run, log = tmp_path / "run", tmp_path / "log"
     arguments = ["train_async.py", *command(run, model=folder, max_staleness=2, save_interval=2,
                                             resume="auto"), reward_file]
-    process = start([*TORCHRUN, "--nproc_per_node=2", *arguments], log)
+    (process,) = begin_torchrun(log, 2, *arguments)
     wait_for(lambda: count_lines(run) > 2, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGKILL)
-    assert process.wait(60) == 1 and "SIGKILL" in log.read_text() and workers.keys() == {0, 1}
+    process.join(60)
+    assert process.exitcode == 1 and "SIGKILL" in log.read_text() and workers.keys() == {0, 1}
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
     forked(log, *arguments, ranks=2)
     assert same_as(whole, run)
@@ -335,7 +336,7 @@ def test_episodes_in_flight_in_threads(train, talker, games):
 
 # ---------------------------------------------------------------- a role that is gone
 
-SOON = {"timeout": 5, "call_timeout": 0}
+SOON = {"timeout": 3, "call_timeout": 0}
 
 
 def standing_run(folder, reward_file, tmp_path, number, ranks=2, steps=2):
@@ -365,12 +366,12 @@ def all_end(processes, number, log):
 
 def test_an_engine_that_stands_still(folder, reward_file, tmp_path):
     output = all_end(standing_run(folder, reward_file, tmp_path, 1), 1, tmp_path / "log")
-    assert re.search(r"has stood still for timeout=5 seconds, in step \d+, wait_for_rollouts", output)
+    assert re.search(r"has stood still for timeout=3 seconds, in step \d+, wait_for_rollouts", output)
 
 
 def test_a_trainer_that_stands_still(folder, reward_file, tmp_path):
     output = all_end(standing_run(folder, reward_file, tmp_path, 0), 0, tmp_path / "log")
-    assert re.search(r"has stood still for timeout=5 seconds, in engine 0, before the weights of step \d+",
+    assert re.search(r"has stood still for timeout=3 seconds, in engine 0, before the weights of step \d+",
                      output)
 
 
@@ -401,11 +402,11 @@ def score(prompts, completions, **_):
 def test_torchrun_says_why_a_reward_failed(folder, tmp_path):
     """The rank that fails shows the error, and the summary names it, and not what came of it."""
     (tmp_path / "raises.py").write_text(RAISES)
-    output = launch("train_async.py", *command(tmp_path / "run", model=folder,
-                                               reward=f"{tmp_path}/raises.py:score"),
-                    launcher=[*TORCHRUN, "--nproc_per_node=2"], code=1)
+    processes = begin_torchrun(tmp_path / "log", 2, "train_async.py", *command(
+        tmp_path / "run", model=folder, reward=f"{tmp_path}/raises.py:score"))
+    output = finish(processes, tmp_path / "log", code=1)
     assert "reward score raised KeyError: 'colour'" in output, output
-    summary = output.partition("Root Cause")[2]
+    summary = output.partition("Root Cause")[2].partition("=====")[0]
     assert "rank      : 1" in summary and "'colour'" in summary and "onnection" not in summary, summary
 
 
@@ -414,7 +415,7 @@ import runpy, sys, time
 from runtime import checkpoint, distributed
 save = checkpoint.save_checkpoint
 def slow(*arguments):
-    for _ in range(7):
+    for _ in range(5):
         time.sleep(1)
         distributed.watchdog.moved()
     return save(*arguments)

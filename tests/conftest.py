@@ -1,9 +1,12 @@
 """Small models with random weights, what rewards them, and the process group that FSDP2 asks for."""
+import gc
 import json
 import os
 import shutil
 import sys
 
+# While modules are imported, full collections would take a second and find nothing.
+gc.disable()
 # Before torch: models this small lose by a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before transformers: the tests need no hub, and without a network one question to it takes 20 seconds.
@@ -18,6 +21,12 @@ from configurator import TINY_DEFAULTS
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="kills of each run in tests/test_survive.py")
+
+
+def pytest_collection_finish():
+    # What was imported will never be garbage. To look through all of it would take a third of a second each time.
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup():

@@ -2,19 +2,19 @@
 
 What all of them would compute again is computed here as well. A run with vLLM costs half as much by that.
 """
+import gc
 import logging
 import os
 import warnings
 from importlib import import_module
 from unittest import mock
 
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-for name in ("pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", 
+gc.disable()                    # it would take a second, and find nothing
+for name in ("pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
              "torch.nn.attention.varlen", "torch.utils.tensorboard", "transformers.models.qwen3.modeling_qwen3"):
     import_module(name)
-# The first call compiles hundreds of regular expressions.
-get_checkpoint_conversion_mapping("qwen3")
+# Its first call compiles hundreds of regular expressions.
+import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
 
 # vLLM reads the variable while it is imported. What is forked does not get it: a run without vLLM may compile.
 with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), warnings.catch_warnings(action="ignore"):
@@ -32,3 +32,5 @@ with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), warnings.catch_warnin
         cpu.CpuPlatform.register_triton_kernel_overrides = lambda *_: None
         # Each engine fills its cache with zeros, which takes half a second for a gigabyte.
         cpu.GiB_bytes = 2 ** 26
+gc.freeze()
+gc.enable()

@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 
-from runs import TORCHRUN, forked, launch, refused
+from runs import forked, refused
 from runtime.model_folder import SHIPPED
 
 
 def test_figures(tmp_path):
-    output = launch("-m", "bench.step", "--sequences=16", "--hidden_size=64", "--num_layers=2", "--repeats=1",
-                    "--json=true", "--engine=hf", "--lengths=skewed", "--cycles=2", f"--work={tmp_path}")
+    output = forked(tmp_path / "log", "-m", "bench.step", "--sequences=16", "--hidden_size=64", "--num_layers=2",
+                    "--repeats=1", "--json=true", "--engine=hf", "--lengths=skewed", "--cycles=2",
+                    f"--work={tmp_path}")
     figures = json.loads(output[output.index("{"):].splitlines()[0])
     rollouts = json.loads((tmp_path / "rollouts.json").read_text())
     tokens = sum(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rollouts)
@@ -34,10 +35,10 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
     assert "logprob gap" in output
 
 
-def test_only_rank_0_loads_a_whole_model():
+def test_only_rank_0_loads_a_whole_model(tmp_path):
     """The other one holds its rows and some tensors. A save takes a whole model and two tensors at most."""
-    output = launch("-m", "bench.load", "--layers=32", "--hidden_size=256", "--vocabulary=8000",
-                    launcher=(*TORCHRUN, "--nproc_per_node=2"))
+    output = forked(tmp_path / "log", "-m", "bench.load", "--layers=32", "--hidden_size=256", "--vocabulary=8000",
+                    ranks=2)
     whole, other, rows, largest, peak = map(float, re.search(
         r"0's peak (\S+) MB, that of the others (\S+) MB; a rank's rows have (\S+) MB, the largest tensor "
         r"(\S+) MB\n.*; rank 0's peak (\S+) MB", output).groups())

@@ -1,6 +1,6 @@
 """
-Draw the pictures of README.md and docs/ from what runs have logged: smollm2.svg, ppo_and_grpo.svg and
-episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a broken one.
+Draw the pictures of README.md and docs/ from what runs have logged: smollm2.svg, warm_start.svg,
+ppo_and_grpo.svg and episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a broken one.
 
     for seed in 0 1 2; do torchrun train_grpo.py --seed=$seed --out_dir=out/grpo$seed; done
     for seed in 0 1 2; do torchrun train_ppo.py --seed=$seed --out_dir=out/ppo$seed; done
@@ -8,6 +8,7 @@ episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a b
     for seed in 0 1 2; do torchrun train_grpo.py config/tasks/smollm2.py --model=out/smollm2 --seed=$seed \
         --out_dir=out/real$seed; done
     python -m bench.pictures --smollm2=out/real0,out/real1,out/real2
+    python -m bench.pictures --base=out/base --warm=out/warm0,out/warm1,out/warm2 --then_rl=out/rl0,out/rl1,out/rl2
     python train_grpo.py --learning_rate=5e-3 --out_dir=out/broken
     python -m bench.pictures --healthy=out/grpo0 --broken=out/broken
     python -m bench.pictures --guess=out/game0,out/game1,out/game2 --calculator=out/sums0,out/sums1,out/sums2
@@ -19,9 +20,13 @@ import subprocess
 import tempfile
 
 import report
+from bench.worked import mean_by_kind
 from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 smollm2 = ""                    # folders of runs with config/tasks/smollm2.py, with commas between them
+base = ""                       # a model, folders of runs of train_sft.py, and those of the runs of train_grpo.py
+warm = ""                       # that go on from them: docs/real_model.md has the commands. Beside each folder is
+then_rl = ""                    # a file FOLDER.jsonl, which evaluate_model.py has written
 grpo = ""                       # folders of runs of train_grpo.py
 ppo = ""                        # folders of runs of train_ppo.py
 guess = ""                      # folders of runs of train_grpo.py with config/tasks/guess.py
@@ -77,8 +82,9 @@ def text(x, y, string, style=""):
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{string}</text>\n'
 
 
-def panel(left, title, x_label, series, y_end):
-    """SVG of a panel. series: (label, color, curves) each, with the label to the right of the panel."""
+def panel(left, title, x_label, series, y_end, names=()):
+    """SVG of a panel. series: (label, color, curves) each, with the label to the right of the panel. names:
+    what stands at 0, 1, ... of the x axis, in the place of numbers."""
     right, bottom = left + PANEL_WIDTH, TOP + PANEL_HEIGHT
     x_end = max(x for _, _, runs in series for run in runs for x, _ in run)
     place_x, place_y = lambda x: left + PANEL_WIDTH * x / x_end, lambda y: bottom - PANEL_HEIGHT * y / y_end
@@ -87,9 +93,9 @@ def panel(left, title, x_label, series, y_end):
     for y in ticks(y_end):
         svg += f'<path d="M{left} {place_y(y):.1f}H{right}" stroke="{GRID if y else INK}"/>\n'
         svg += text(left - 8, place_y(y) + 4, f"{y:,g}", 'text-anchor="end"')
-    for x in ticks(x_end):
+    for x in range(len(names)) if names else ticks(x_end):
         svg += f'<path d="M{place_x(x):.1f} {bottom}v4" stroke="{INK}"/>\n'
-        svg += text(place_x(x), bottom + 19, f"{x:,g}", 'text-anchor="middle"')
+        svg += text(place_x(x), bottom + 19, names[x] if names else f"{x:,g}", 'text-anchor="middle"')
     labels = []
     for label, color, runs in series:
         for run in runs:
@@ -133,7 +139,7 @@ def screenshot(folder, name, height, scheme):
     print(path)
 
 
-check(smollm2 or grpo and ppo or guess and calculator or healthy or broken,
+check(smollm2 or base and warm and then_rl or grpo and ppo or guess and calculator or healthy or broken,
       "name the folders of runs, see --help")
 if smollm2:
     real_runs = read(smollm2)
@@ -143,6 +149,23 @@ if smollm2:
                 ("mean@2", ORANGE, curves(real_runs, "step", "eval/mean@2"))], 1),
             panel(LEFT[1], "Tokens per completion, a line per run", "step", [("", BLUE, lengths)],
                   1.1 * max(y for run in lengths for _, y in run)))
+if base and warm and then_rl:
+    kinds = (("sums", "sums", ORANGE), ("differences of 0 or more", "a - b &#8805; 0", BLUE),
+             ("differences below 0", "a - b &lt; 0", GREY))
+    styles = (("in style tens", "tens", ORANGE), ("in style parts", "parts", BLUE),
+              ("in style column", "column", GREY))
+    seeds = []                      # for each seed what mean_by_kind returns: before, after the start, after RL
+    for folders in zip(warm.split(","), then_rl.split(","), strict=True):
+        seeds.append([mean_by_kind(f"{folder}.jsonl") for folder in (base, *folders)])
+    means = [(label, color, [[(x, stage[kind][0]) for x, stage in enumerate(stages)] for stages in seeds])
+             for kind, label, color in kinds]
+    shares = [(label, color, [[(x, stage[style][1]) for x, stage in enumerate(stages[1:])] for stages in seeds])
+              for style, label, color in styles]
+    picture("warm_start.svg", "SmolLM2 learns differences: held-out accuracy by kind of question, and how it works",
+            panel(LEFT[0], "Held-out accuracy, a line per seed", "", means, 1,
+                  names=("base", "worked answers", "then RL")),
+            panel(LEFT[1], "How two-digit questions are answered", "share of the samples, a line per seed",
+                  shares, 1, names=("worked answers", "then RL")))
 if grpo and ppo:
     grpo_runs, ppo_runs = read(grpo), read(ppo)
     picture("ppo_and_grpo.svg", "Held-out accuracy of GRPO and PPO, by completions and by time", *(

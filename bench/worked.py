@@ -19,10 +19,12 @@ A row of train.jsonl is a training question with an answer in one of three style
 A third of the training rows of chain_sum are sums, two thirds are differences. eval.jsonl has all held-out
 questions, with answers for the held-out loss. No question is in both files.
 
---scores reads what evaluate_model.py has written by --output, and prints the mean score by kind of question.
+--scores reads what evaluate_model.py has written by --output, and prints the mean score by kind of question and
+by style of answer.
 """
 import json
 import os
+import re
 from collections import defaultdict
 
 from configurator import check, configure
@@ -92,6 +94,13 @@ def kind_of_sum(row):
     return "differences below 0" if row["answer"].startswith("-") else "differences of 0 or more"
 
 
+def style_of_sum(text):
+    """Return the style of a sampled answer, which need not be right, to a question with two-digit numbers."""
+    if text.count(" = ") == 3:
+        return "tens"
+    return "column" if re.search(r"(^|: )1?\d [+-] \d = ", text) else "parts"
+
+
 # ---------------------------------------------------------------- leap years
 def ends(year):
     """Look at the last two digits."""
@@ -154,17 +163,26 @@ def worked(task, split, count, seed):
     return chosen[:count or None]
 
 
-def print_scores(file):
+def mean_by_kind(file):
+    """Return {kind of question or style of answer: (mean score, share)} of what evaluate_model.py has written
+    to a file. Of a kind it is the share of all samples. Styles are those of answers to sums and differences of
+    two-digit numbers, and have their share of these."""
     by_kind = defaultdict(list)
+    by_style = defaultdict(list)
     with open(file) as lines:
         for line in lines:
             row = json.loads(line)
             task = "chain_sum" if row["source"] == "chain_sum" else "leap_year"
-            for kind in ("all", TASKS[task][-1](row)):
-                by_kind[kind] += [sample["score"] for sample in row["samples"]]
-    for kind in sorted(by_kind):
-        values = by_kind[kind]
-        print(f"{file}: {kind:24} {sum(values) / len(values):.3f} of {len(values)} samples")
+            for sample in row["samples"]:
+                by_kind[TASKS[task][-1](row)].append(sample["score"])
+                if row["metadata"].get("num_digits") == 2:
+                    by_style["in style " + style_of_sum(sample["completion"])].append(sample["score"])
+    means = {}
+    for groups in (by_kind, by_style):
+        total = sum(len(values) for values in groups.values())
+        for kind, values in sorted(groups.items()):
+            means[kind] = (sum(values) / len(values), len(values) / total)
+    return means
 
 
 if __name__ == "__main__":
@@ -172,7 +190,8 @@ if __name__ == "__main__":
     check(task in TASKS, f"task={task}: choose one of {', '.join(TASKS)}")
     if scores:
         for file in scores.split(","):
-            print_scores(file)
+            for kind, (mean, share) in mean_by_kind(file).items():
+                print(f"{file}  {kind:24}  mean score {mean:.3f}  {share:4.0%} of the samples")
     else:
         os.makedirs(out, exist_ok=True)
         for split, count, split_seed in (("train", rows, seed), ("eval", 0, 0)):

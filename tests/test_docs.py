@@ -270,6 +270,23 @@ def test_the_script_for_slurm(copy):
     assert "on 2 x cpu" in output
 
 
+def test_the_loop_of_readme_is_that_of_train_grpo(copy):
+    """After the set-up of train_grpo.py it makes the same updates."""
+    script = (copy / "train_grpo.py").read_text()
+    setup, _, _ = script.partition("for step in range(run.first_step")
+    [loop] = [block for page, _, block in BLOCKS if page == "README.md" and block.startswith("for step in ")]
+    begin = "position, epsilon_high = 0, epsilon\nrandom.sample = lambda s, N: random.Random(f'{seed} {step}').sample(s, N)\n"
+    end = "torch.save(policy.state_dict()['hf.model.norm.weight'].full_tensor(), out_dir + '.norm')\n"
+    (copy / "train_readme.py").write_text(setup + begin + loop + end)
+    (copy / "train_grpo.py").write_text(script.replace("run.end()", end))
+    weights = []
+    for name in ("readme", "grpo"):
+        runs.forked(copy / "log", f"train_{name}.py", *TINY, "--max_steps=2", "--lr_decay=constant", "--warmup_steps=0",
+                    f"--out_dir={copy / name}", root=copy)
+        weights.append(torch.load(copy / f"{name}.norm"))
+    assert torch.equal(*weights) and len({*weights[0].tolist()}) > 1
+
+
 def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
     assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {
         "losses.py", "model.py", "tasks/generate_problems.py", "train_grpo.py"}

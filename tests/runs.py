@@ -7,6 +7,7 @@ import compileall
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ import time
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -152,7 +154,9 @@ def shut_down(engine):
     """
     if engine.name == "vllm":
         engine._wake()                                          # asleep it would unmap its memory twice
-        engine.llm.llm_engine.engine_core.shutdown()
+        # Otherwise this and the next engine would look for garbage in all that has been imported.
+        with mock.patch.object(gc, "unfreeze"):
+            engine.llm.llm_engine.engine_core.shutdown()
         del engine.llm
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -239,12 +239,29 @@ def test_worked_answers_for_a_real_model_are_right(task):
     rows = worked.worked(task, "train", 90, 0)
     columns = {key: [row[key] for row in rows] for key in ("question", "answer", "metadata")}
     assert all(full_marks(prompts=[], completions=[row["completion"] for row in rows], **columns))
-    # Each equation in them holds, and the three styles take turns.
-    for row in rows:
-        for left, right in re.findall(r"(\d[\d +*/-]*) = (-?\d+(?: [+*] \d+)*)", row["completion"]):
-            assert eval(left) == eval(right), row["completion"]
-    if task == "chain_sum":
-        assert sum("+" in row["metadata"]["expression"] for row in rows) < 45
-        assert [row["completion"] for row in rows if row["metadata"]["expression"] == "34 + 43"] == [
-            "34 + 40 = 74, 74 + 3 = 77. The answer is 77."]
     assert not {row["question"] for row in rows} & {row["question"] for row in worked.worked(task, "eval", 0, 0)}
+    for row in rows:
+        text = row["completion"]
+        for left, right in re.findall(r"(\d[\d +*/-]*) = (-?\d+(?: [+*] \d+)*)", text):
+            assert eval(left) == eval(right), text
+        if task == "chain_sum":
+            # The last step has the answer, or else its digits stand in the two steps of a column.
+            results = [int(result) for result in re.findall(r"= (-?\d+)(?=[,.])", text)]
+            assert abs(int(row["answer"])) in (results[-1], 10 * results[-1] + results[0] % 10), text
+        else:
+            assert all(str(row["metadata"]["year"]).endswith(end) for end in re.findall(r"ends in (\d+)", text)), text
+
+
+def test_worked_answers_come_in_three_styles():
+    sums = sum("+" in row["metadata"]["expression"] for row in worked.worked("chain_sum", "train", 90, 0))
+    assert sums < 45
+    row = {"metadata": {"expression": "17 - 72"}}
+    assert [worked.solve_sum(row, style) for style in (worked.parts, worked.tens, worked.column)] == [
+        "17 < 72: 72 - 10 = 62, 62 - 7 = 55", "17 < 72: 70 - 10 = 60, 2 - 7 = -5, 60 - 5 = 55",
+        "17 < 72: 12 - 7 = 5, 6 - 1 = 5"]
+    assert [worked.style_of_sum(worked.solve_sum(row, style)) for style in worked.TASKS["chain_sum"][2]] == [
+        "parts", "tens", "column"]
+    row = {"metadata": {"year": 2033}}
+    assert [worked.solve_year(row, style) for style in (worked.ends, worked.fours, worked.halves)] == [
+        "3 is odd, so leap years end in 2 or 6, and 2033 ends in 3", "2033 ends in 33, and 33 = 4 * 8 + 1",
+        "33 is odd"]

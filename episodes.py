@@ -24,19 +24,21 @@ turn without an environment; train_async.py plays its answers here.
 import inspect
 import os
 import math
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
 from functools import cached_property, partial
-from threading import Semaphore, Thread
+from threading import Semaphore
 
 import numpy as np
 from transformers.utils import get_json_schema
 
 from conversation import Conversation
 from runtime.chat_template import Template, result_of
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, load_from,
-                               logging_into, name_of, outcome, shown, specs)
-from rollout import Answer, Engine, Request, Rollout, stop_pattern, text_of
+from runtime.user_code import (STARTED_IN, Failed, ThreadPerCall, TimeUp, accepted, as_float, closing,
+                               load_from, logging_into, name_of, outcome, shown, specs)
+from rollout import Answer, Engine, Request, Rollout, stop_strings, text_of
+
+in_thread = ThreadPerCall().submit      # calls a function in a thread of its own, and returns a Future
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -236,7 +238,8 @@ class Episode:
                           np.array(conversation.row_starts, np.int32), self.row, completion,
                           rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
                           extra=self.extra, versions=tuple(conversation.versions.items()))
-        rollout.keep(conversation.kept)
+        if conversation.kept:
+            rollout.keep(conversation.kept)
         return rollout
 
 
@@ -280,7 +283,7 @@ class Player:
     name            the name of the environment's class or of the agent's function
     make            the class, of which instances are made; `object` for functions alone; the function of an
                     agent; or None for single answers
-    stop            a pattern that finds the strings that end a turn, or None
+    stop            the strings that end a turn
     session_class   endpoint.AgentSession if an agent plays, otherwise None
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
@@ -298,7 +301,7 @@ class Player:
         self.settings = settings
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.stop = stop_pattern(settings.stop)
+        self.stop = stop_strings(settings.stop)
         self.key = f"tools={settings.tools}"
         self.name = (settings.agent or settings.environment).rpartition(":")[2]
         self.make = None
@@ -382,7 +385,7 @@ class Player:
         """
         self.opened.pop(id(instance), None)
         # Without a method to call, `object` is called, which does nothing.
-        return in_thread(partial(outcome, getattr(instance, self.closer, object)))
+        return in_thread(outcome, getattr(instance, self.closer, object))
 
     def close(self):
         """Close all instances, within ten seconds."""
@@ -433,11 +436,9 @@ class Player:
                 raise ValueError(problem)
         return rollouts
 
-    def play(self, engine, prompts, n, seeds, *sampling):
-        """Return n adjacent Rollouts per data.Prompt.
-
-        seeds: one per prompt, for episodes with the seeds seed, seed + 1, ... sampling: max_tokens,
-        temperature, top_p, top_k and min_p of a Request. max_tokens counts all tokens after the prompt.
+    def play(self, engine, jobs):
+        """Return a Rollout for each of these jobs. A job is a row and the Request for the first turn, as
+        rollout.jobs_for makes them. Its max_tokens counts all tokens after the prompt.
 
         The finish_reason of a Rollout is one of these; a single answer has one of the first two:
             stop      the environment ended the episode, or the policy by an answer without a call
@@ -448,8 +449,7 @@ class Player:
 
         Raises ValueError if an environment returns what it must not.
         """
-        open_episodes = OpenEpisodes(self, engine)
-        return engine.serve(open_episodes.jobs_for(prompts, n, seeds, *sampling), open_episodes.play)
+        return engine.serve(jobs, OpenEpisodes(self, engine).play)
 
 
 class TrialEngine(Engine):
@@ -493,15 +493,8 @@ class OpenEpisodes:
         self.rollouts = {}
         self.groups = {}
 
-    def jobs_for(self, prompts, n, seeds, *sampling):
-        """Return n adjacent jobs per data.Prompt. seeds, sampling: as for Player.play."""
-        jobs = []
-        for prompt, seed in zip(prompts, seeds):
-            jobs += [(prompt.row, Request(None, prompt.ids, seed + j, *sampling)) for j in range(n)]
-        return jobs
-
     def add(self, key, jobs):
-        """Add a group of episodes, one for each job: a pair of a row and the Request for the first turn.
+        """Add a group of episodes, one for each job.
 
         key: the key under which step returns the group's Rollouts when all of its episodes have ended.
         """
@@ -586,7 +579,7 @@ class OpenEpisodes:
                 self.engine.add(work._replace(name=number))
                 return
             if self.settings.call_workers:
-                self.calls[in_thread(partial(self._call, work))] = number
+                self.calls[in_thread(self._call, work)] = number
                 return
             value = outcome(work, self.settings.call_timeout)
 
@@ -599,13 +592,6 @@ class OpenEpisodes:
         seconds = self.settings.call_timeout
         with self.workers:
             try:
-                return in_thread(partial(outcome, function, seconds)).result(seconds or None)
+                return in_thread(outcome, function, seconds).result(seconds or None)
             except TimeoutError:
                 return None, TimeUp(), seconds
-
-
-def in_thread(function):
-    """Return a Future of the value of a function. The end of the process does not wait for its thread."""
-    future = Future()
-    Thread(target=lambda: future.set_result(function()), daemon=True).start()
-    return future

@@ -73,7 +73,7 @@ with input_errors():
         print(f"{base} generates {len(prompts)} x {samples} completions of at most {max_completion_length} "
               "tokens", flush=True)
     rollout_engine = rollout.load_engine(settings, base, compute_dtype, longest, eos_ids)
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+sample = rollout.Sampler(player, rollout_engine)
 rollouts = evaluated(prompts, samples, sample, scorer)
 if rank > 0:
     distributed.leave()                                         # ends the process
@@ -81,7 +81,7 @@ if rank > 0:
 
 def texts_of(rollouts):
     # Returns all that follows each prompt, with what the chat template writes between turns of an episode.
-    stop = None if player.make else player.stop                 # turns go on behind a stop string
+    stop = () if player.make else player.stop                   # turns go on behind a stop string
     return [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], eos_ids, stop) for r in rollouts]
 
 

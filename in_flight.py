@@ -2,7 +2,7 @@
 Groups of completions that outlast a step, for a script that does not wait for the longest ones
 (docs/recipes.md):
 
-    sample = InFlightSampler(settings, tokenizer, player, engine)       # in the place of rollout.Sampler
+    sample = InFlightSampler(player, engine)        # in the place of rollout.Sampler
     sample.begin(prompts, n, names)     begins a group of n completions for each prompt
     sample.until(count)                 samples until that many groups are complete, and returns them
     sample.abort()                      gives up the other groups, which otherwise go on in the next step
@@ -15,7 +15,7 @@ in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 import torch.distributed as dist
 
 from episodes import OpenEpisodes
-from rollout import Sampler
+from rollout import Sampler, jobs_for
 from runtime import distributed
 
 
@@ -28,24 +28,23 @@ class InFlightSampler(Sampler):
     episodes   the OpenEpisodes of this rank
     """
 
-    def __init__(self, settings, tokenizer, player, engine):
-        if settings.vllm_tensor_parallel_size > 1:
+    def __init__(self, player, engine):
+        if player.settings.vllm_tensor_parallel_size > 1:
             raise ValueError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
-        super().__init__(settings, tokenizer, player, engine)
+        super().__init__(player, engine)
         self.episodes = OpenEpisodes(player, engine)
         self.open = {}
         self.complete = []
         self.rollouts = {}
 
-    def begin(self, prompts, n, names, temperature=None, length=None):
+    def begin(self, prompts, n, names, **sampling):
         """Begin a group of n completions for each data.Prompt; all ranks get the same prompts.
 
-        The other arguments are those of rollout.Sampler.
+        The other arguments are those of rollout.jobs_for.
         """
         self.open |= zip(names, prompts)
-        seeds, sampling = self.requested(names, temperature, length)
         for i in range(dist.get_rank(), len(prompts), dist.get_world_size()):
-            jobs = self.episodes.jobs_for([prompts[i]], n, [seeds[i]], *sampling)
+            jobs = jobs_for(self.player.settings, [prompts[i]], n, [names[i]], **sampling)
             self.episodes.add(names[i], jobs)
 
     def until(self, count):

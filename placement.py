@@ -20,7 +20,6 @@ import queue
 import signal
 import sys
 import threading
-import zlib
 from functools import partial
 
 import numpy as np
@@ -246,9 +245,8 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
         first = bridge.engine * len(prompts) // bridge.engines
         end = (bridge.engine + 1) * len(prompts) // bridge.engines
         # A seed depends on the place of its prompt, whatever the number of engines is.
-        seeds = [zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in range(first, end)]
-        jobs[key] = open_episodes.jobs_for(prompts[first:end], n, seeds, s.max_completion_length,
-                                           *rollout.sampling_of(s, prefix))
+        names = [f"{name} {i}" for i in range(first, end)]
+        jobs[key] = rollout.jobs_for(s, prompts[first:end], n, names, prefix)
         open_episodes.add(key, jobs[key])
 
     def advance():

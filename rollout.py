@@ -11,7 +11,7 @@ methods:
     abort(names)                    ends requests whose Answers nobody waits for
     load_weights(tensors, version)  loads these weights for the next steps
     switch(version)                 loads the weights of a version that `incoming` returns
-    generate(prompts, ...)          calls add and step until all prompts are answered
+    generate(requests)              calls add and step until all Requests are answered
 
 episodes.py calls add and step itself, because it adds requests while others are still being answered. With
 in_flight=True, weights may change in the middle of requests.
@@ -40,19 +40,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from runtime import distributed
 from runtime.checkpoint import json_text
 from runtime.model_folder import load_tokenizer, model_class
 from runtime.logprobs import head_logits
-from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 from weights import checksum, load_checked, reload_vllm
 
 # JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
 # vLLM is asked for the logprobs of top_k + TIES tokens, because it keeps all that tie at the last place.
 TIES = 4
+
+# If vLLM 0.32 does not know a model, it takes transformers' class and wraps it for compilation. The trainer's
+# model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
+PreTrainedModel.do_not_compile = True
+
+# In bfloat16 on an H100, cuDNN's attention of PyTorch 2.11 fails for some masks ("Expected
+# mha_graph.execute(...) to be true"), and plans anew for each shape. PyTorch's other kernels take its place.
+# To be removed once it computes what tests/test_cuda.py asks of it.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass
@@ -89,7 +97,8 @@ class Rollout:
         spans = np.array([[len(prompt_ids), len(ids)]], np.int32)
         row_starts = np.array([[0, 0, len(prompt_ids)]], np.int32)
         r = cls(ids, spans, np.array(logprobs, np.float32), finish_reason, row_starts, versions=versions)
-        r.keep(kept)
+        if kept:
+            r.keep(kept)
         return r
 
     def keep(self, sets):
@@ -99,9 +108,8 @@ class Rollout:
         kept_sizes [C] the sizes of the sets. A rollout that was sampled without top_k has neither, so these
         are no fields: copy.copy(r) has them, but dataclasses.replace(r) would lose them.
         """
-        if sets:
-            self.kept_ids = np.concatenate(sets)
-            self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
+        self.kept_ids = np.concatenate(sets)
+        self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
 
     @property
     def prompt_ids(self):
@@ -143,10 +151,6 @@ class Request(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0           # 0 samples from all tokens
     min_p: float = 0.0
-
-    @property
-    def sampling(self):
-        return self.temperature, self.top_p, self.top_k, self.min_p
 
 
 class Answer(NamedTuple):
@@ -211,8 +215,7 @@ def from_arrays(arrays):
 
 def engine_class(engine):
     """Return the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf."""
-    installed = importlib.util.find_spec("vllm") is not None
-    if engine == "vllm" or (engine == "auto" and installed):
+    if engine == "vllm" or (engine == "auto" and importlib.util.find_spec("vllm")):
         return VLLMEngine
     return HFEngine
 
@@ -232,101 +235,100 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
         raise ValueError(f"engine={kind.name} cannot run {model}, the other engine may: "
                          f"{error!r:.300}") from error
     if settings.stop:
-        engine.stop_pattern = stop_pattern(settings.stop)
+        engine.stop = stop_strings(settings.stop)
+        # As many tokens hold a string as it has bytes, and perhaps a few without text.
         engine.stop_reach = len(settings.stop.encode()) + 8
         engine.tokenizer = load_tokenizer(model)
     return engine
 
 
-def stop_pattern(stop):
-    """Return a pattern that finds the leftmost of the strings in the setting `stop`, or None without any.
+def stop_strings(stop):
+    """Return the strings that the setting `stop` names, as a list.
 
-    Commas stand between the strings, in which Python's escapes such as \\n are read. Raises ValueError if a
-    string is empty or ends in the middle of an escape.
+    Commas stand between them, and a backslash with an n for a line end. Raises ValueError if one is empty.
     """
     if not stop:
-        return None
-    try:
-        # Only characters of Latin-1 stay as they are, because the codec for escapes reads bytes as Latin-1.
-        parts = stop.encode("latin-1", "backslashreplace").split(b",")
-        strings = [part.decode("unicode_escape") for part in parts]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stop={stop}: {error}") from error
+        return []
+    strings = stop.replace("\\n", "\n").split(",")
     if "" in strings:
-        raise ValueError(f"stop={stop} has an empty string; a comma in a string is written \\x2c")
-    return re.compile("|".join(map(re.escape, strings)))
+        raise ValueError(f"stop={stop}: a string between its commas is empty")
+    return strings
 
 
-def text_of(tokenizer, sampled, eos_ids, stop=None):
-    """Return the text of sampled ids up to the first stop string, without end token and padding at the end.
+def text_of(tokenizer, sampled, eos_ids, stop=()):
+    """Return the text of sampled ids, without the token that ended them and without padding at the end.
 
-    stop: what stop_pattern returns.
+    stop: strings; the text ends before the first of them.
     """
     while len(sampled) and sampled[-1] in (*eos_ids, tokenizer.pad_token_id):
         sampled = sampled[:-1]
     text = tokenizer.decode(sampled)
-    return stop.split(text, 1)[0] if stop else text
+    if stop:
+        text = re.split("|".join(map(re.escape, stop)), text)[0]
+    return text
 
 
 def sampling_of(settings, prefix=""):
-    """Return temperature, top_p, top_k and min_p of the settings, as a list.
+    """Return a dict of temperature, top_p, top_k and min_p in the settings.
 
     prefix: "eval_" for the settings with this prefix, which evaluations use. If one of these is -1, it is the
     same as in training.
     """
-    values = []
+    values = {}
     for key in ("temperature", "top_p", "top_k", "min_p"):
-        value = getattr(settings, prefix + key)
-        if value == -1:
-            value = getattr(settings, key)
-        values.append(value)
+        values[key] = getattr(settings, prefix + key)
+        if values[key] == -1:
+            values[key] = getattr(settings, key)
     return values
+
+
+def jobs_for(settings, prompts, n, names, prefix="", **sampling):
+    """Return n adjacent jobs per data.Prompt. A job is a pair of a row and a Request that has no name yet.
+
+    names: a different text for each prompt. The Requests of a prompt have the seeds h, h + 1, ..., where h is
+    a hash of its text, the same on any rank. prefix: as in sampling_of. sampling: fields of the Requests that
+    differ from the settings.
+    """
+    sampling = {"max_tokens": settings.max_completion_length, **sampling_of(settings, prefix), **sampling}
+    jobs = []
+    for prompt, name in zip(prompts, names):
+        seed = zlib.crc32(f"{settings.seed} {name}".encode())
+        jobs += [(prompt.row, Request(None, prompt.ids, seed + i, **sampling)) for i in range(n)]
+    return jobs
 
 
 class Sampler:
     """Prompts in, rollouts out: single answers of an engine, or episodes that a Player plays.
 
-    settings: a script's. player: an episodes.Player. engine: a VLLMEngine or HFEngine.
+    player: an episodes.Player. engine: a VLLMEngine or HFEngine.
     """
 
-    def __init__(self, settings, tokenizer, player, engine):
-        self.settings = settings
-        self.tokenizer = tokenizer
+    def __init__(self, player, engine):
         self.player = player
         self.engine = engine
 
-    def __call__(self, prompts, n, names, temperature=None, length=None, prefix=""):
+    def __call__(self, prompts, n, names, prefix="", **sampling):
         """Return n adjacent Rollouts per data.Prompt. If a signal has come, it ends the run instead.
 
-        names: a different text for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
-        h is a hash of its text, the same on any rank. temperature, length: by default the settings'. prefix:
-        as in sampling_of.
+        The arguments are those of jobs_for.
         """
+        player = self.player
         self.engine.stop_if_signalled()                         # the end of the run, if a signal has come
-        seeds, sampling = self.requested(names, temperature, length, prefix)
+        jobs = jobs_for(player.settings, prompts, n, names, prefix, **sampling)
         # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
-        if self.player.make or self.engine.versions:
-            rollouts = self.player.play(self.engine, prompts, n, seeds, *sampling)
+        if player.make or self.engine.versions:
+            rollouts = player.play(self.engine, jobs)
         else:
-            rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, *sampling)
-            for i, r in enumerate(rollouts):
-                r.row = prompts[i // n].row
-                r.completion = text_of(
-                    self.tokenizer, r.sampled_ids.tolist(), self.player.eos_ids, self.player.stop)
-                if not isinstance(r.row["prompt"], str):
+            rollouts = self.engine.generate([request for _, request in jobs])
+            for r, (row, _) in zip(rollouts, jobs):
+                r.row = row
+                r.completion = text_of(player.tokenizer, r.sampled_ids.tolist(), player.eos_ids, player.stop)
+                if not isinstance(row["prompt"], str):
                     r.completion = [{"role": "assistant", "content": r.completion}]
         self.engine.stop_if_signalled()
         return rollouts
 
-    def requested(self, names, temperature, length, prefix=""):
-        """Return a seed for each of the names, and the fields of a Request from max_tokens on."""
-        s = self.settings
-        seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
-        default, *limits = sampling_of(s, prefix)
-        if temperature is None:
-            temperature = default
-        return seeds, (length or s.max_completion_length, temperature, *limits)
-
+        jobs = jobs_for(player.settings, prompts, n, names, prefix, **sampling)
 
 class Engine:
     """The part that both engines have in common. By itself it stands where no engine is needed."""
@@ -334,10 +336,9 @@ class Engine:
     allocated = 0           # the bytes that PyTorch counts for the engine
     version = 0             # the version of the weights, as in Rollout
     max_length = math.inf   # how many tokens a row may have
-    in_flight = False       # whether weights may change in the middle of requests
-    # load_engine sets these three if there are stop strings: a pattern that finds them, how many of the
-    # newest tokens may hold one, because few tokens have less than a byte of text, and the tokenizer.
-    stop_pattern = None
+    # load_engine sets these if there are strings that end an answer: the strings, in how many of the newest
+    # tokens one may be, and the tokenizer that reads them.
+    stop = ()
     stop_reach = 0
     tokenizer = None
     incoming = None         # a function that returns the named tensors of a version; train_async.py sets it
@@ -346,10 +347,12 @@ class Engine:
     total = 0               # how many requests were added since the bar began
     ended = 0               # how many requests have ended since then
 
-    def __init__(self):
+    def __init__(self, in_flight=False):
+        self.in_flight = in_flight          # whether weights may change in the middle of requests
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # names for the requests of episodes
+        self.completing = {}                # {token: whether it may complete a stop string}
         self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
@@ -406,8 +409,8 @@ class Engine:
         """
         return play(jobs)
 
-    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0, min_p=0.0):
-        """Return n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ...
+    def generate(self, requests):
+        """Return a Rollout for each Request. Their names do not matter.
 
         Raises RuntimeError while other requests wait for their answers, as when an environment samples.
         """
@@ -427,15 +430,20 @@ class Engine:
                         return []
             return [rollouts[i] for i in range(len(requests))]
 
-        requests = []
-        for prompt, seed in zip(prompts, seeds):
-            for j in range(n):
-                requests.append(Request(None, prompt, seed + j, max_tokens, temperature, top_p, top_k, min_p))
         return self.serve(requests, play)
 
     def has_stopped(self, sampled):
-        """Return whether there is a stop string in the newest sampled ids. Prompts do not count."""
-        return bool(self.stop_pattern.search(self.tokenizer.decode(sampled[-self.stop_reach:])))
+        """Return whether the last of these sampled ids completes a stop string."""
+        token = sampled[-1]
+        if token not in self.completing:
+            # It is read twice, because some tokenizers drop a space where a text begins. What stands for an
+            # incomplete character may become any character.
+            text = self.tokenizer.decode([token, token])
+            self.completing[token] = any(string[-1] in text or "\ufffd" in text for string in self.stop)
+        if not self.completing[token]:                          # most tokens, which saves most of the time
+            return False
+        text = self.tokenizer.decode(sampled[-self.stop_reach:])
+        return any(string in text for string in self.stop)
 
     def stop_if_signalled(self):
         """End the run if a signal has come. Run.begin puts a method of Run in the place of this one."""
@@ -461,10 +469,9 @@ class VLLMEngine(Engine):
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  apart=False, in_flight=False):
-        super().__init__()
+        super().__init__(in_flight)
         self.eos_ids = eos_ids
         self.apart = apart
-        self.in_flight = in_flight
         self.cuda = torch.cuda.is_available()
         self.sleeps = self.cuda and not apart
         self.asleep = set()                     # the PARTS that sleep now
@@ -475,7 +482,7 @@ class VLLMEngine(Engine):
         self.group = get_tp_group()                             # the ranks that share this engine
         if not self.cuda:
             # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
-            self.generate([[0] * min(8, max_length - 1)], 1, [0], 1, 1.0)
+            self.generate([Request(None, [0] * min(8, max_length - 1), seed=0, max_tokens=1)])
         self.has_head = all(self.llm.apply_model(has_head))     # a value per rank of this engine
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before
@@ -519,7 +526,7 @@ class VLLMEngine(Engine):
             logprobs_mode="processed_logprobs",      # after temperature, min_p, top_k and top_p
             max_logprobs=config.get_vocab_size(),    # a limit for requests, which is 20 by default
             enable_chunked_prefill=self.cuda)        # CPU: a split prompt breaks seeded requests
-        compute_logits_in_float32(llm, head_logits)
+        compute_logits_in_float32(llm)
         return llm
 
     def serve(self, jobs, play):
@@ -568,21 +575,22 @@ class VLLMEngine(Engine):
         self._wake()
         engine = self.llm.llm_engine
         vocab_size = engine.model_config.get_vocab_size()
-        for name, ids, seed, max_tokens, temperature, top_p, top_k, min_p in requests:
+        for request in requests:
+            sampling = request._asdict()        # vLLM has the same names
+            name = str(sampling.pop("name"))
+            prompt = {"prompt_token_ids": sampling.pop("ids")}
             count = 0                           # how many of the likeliest tokens' logprobs are returned
-            if top_k and temperature:
-                count = min(top_k + TIES, vocab_size)
-            prompt = {"prompt_token_ids": ids}
+            if request.top_k and request.temperature:
+                count = min(request.top_k + TIES, vocab_size)
             if self.in_flight:
                 # If weights change while rows are being sampled, the prefix cache cannot be emptied. By this
                 # salt a request finds in it only states that the current weights computed.
                 prompt["cache_salt"] = str(self.version)
-            added = engine.add_request(str(name), prompt, SamplingParams(
-                seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-                min_p=min_p, logprobs=count, flat_logprobs=True, detokenize=False,
+            added = engine.add_request(name, prompt, SamplingParams(
+                **sampling, logprobs=count, flat_logprobs=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
-            if self.stop_pattern:
+            if self.stop:
                 watch(engine.output_processor.request_states[added].detokenizer, self.has_stopped)
         engine.abort_request([str(name) for name in aborted])
         answers = [self._answer(name, [], [], "abort") for name in aborted]
@@ -644,6 +652,56 @@ def has_head(model):
     return any(name.endswith("lm_head") for name, _ in model.named_modules())
 
 
+# ---------------------------------------------------------------- what only some versions of vLLM need
+
+def compute_logits_in_float32(llm):
+    """Let a vllm.LLM of version 0.25 compute its logits in float32.
+
+    To be removed together with 0.25: later versions have the setting head_dtype.
+    """
+    import vllm
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def apply(head, hidden, bias=None):
+        return head_logits(hidden, head.weight, bias)
+
+    def patch(model):
+        # The embedding may be the head as well. It calls `apply` only to compute logits.
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.apply = apply
+
+    if vllm.__version__.startswith("0.25."):
+        llm.apply_model(patch)
+
+
+def share_the_machine():
+    """Let vLLM 0.32's CPU build share this process with a trainer, and the machine with other runs."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    # It would bind all memory of this process, the trainer's as well, to one NUMA node.
+    # VLLM_CPU_OMP_THREADS_BIND=nobind prevents it only for threads. To be removed once it does so for memory.
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    # Ranks that share an engine exchange tensors by gloo. The memory that they would share has the same name
+    # in every run, so two runs would write into each other's, and None says that they share no name. To be
+    # removed once the name is unique.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: None
+
+
+def drop_kernels(model):
+    """Let vLLM 0.32's CPU build pack the experts of a mixture of experts again when it reloads weights.
+
+    It packs them only if there is no kernel yet, so new experts would not be used. To be removed once it
+    packs them whenever they are loaded.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+# ---------------------------------------------------------------- the plain engine
+
 class HFEngine(Engine):
     """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read.
 
@@ -656,8 +714,7 @@ class HFEngine(Engine):
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  apart=False, in_flight=False):
-        super().__init__()
-        self.in_flight = in_flight
+        super().__init__(in_flight)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
         config = AutoConfig.from_pretrained(model)
@@ -669,13 +726,13 @@ class HFEngine(Engine):
         head = self.model.get_output_embeddings()
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias)[:, None]
         # A model with another kind of cache than this engine expects fails here.
-        self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
+        self.generate([Request(None, ids, seed=0, max_tokens=3) for ids in ([0], [0], [0, 0])])
         self.max_length = max_length
 
     @torch.no_grad()
     def step(self):
-        sampling = self.added[0].sampling
-        requests = [request for request in self.added if request.sampling == sampling][:self.max_seqs]
+        sampling = self.added[0][-4:]                           # temperature, top_p, top_k and min_p
+        requests = [request for request in self.added if request[-4:] == sampling][:self.max_seqs]
         self.added = [request for request in self.added if request not in requests]
         max_tokens = torch.tensor([request.max_tokens for request in requests], device=self.device)  # [R]
         longest = max_tokens.max().item()
@@ -712,12 +769,11 @@ class HFEngine(Engine):
             tokens[rows, t], logprobs[rows, t], mask_kept = sample_tokens(
                 logits, uniform[rows, t], *sampling)
             if mask_kept is not None:
-                from runtime import kept_sets
-                for i, ids_kept in zip(rows.tolist(), kept_sets.of_mask(mask_kept)):
-                    kept[i].append(ids_kept)
+                for i, row_kept in zip(rows.tolist(), mask_kept.cpu().numpy()):
+                    kept[i].append(np.flatnonzero(row_kept).astype(np.int32))
             lengths += alive
             stops = torch.isin(tokens[:, t], self.eos_ids)
-            if self.stop_pattern:
+            if self.stop:
                 newest = tokens[rows, max(0, t + 1 - self.stop_reach):t + 1].tolist()
                 has_stopped = [self.has_stopped(sampled) for sampled in newest]
                 stops[rows] |= torch.tensor(has_stopped, device=self.device)
@@ -769,8 +825,9 @@ def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0, min_p=0.0):
         probs = truncated(probs, top_p, top_k, min_p)
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding must not choose a token of probability 0 at the upper end, so the last one above 0 is the cap.
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)            # [R, 1]
+    # Rounding must not choose a token of probability 0 at the upper end. The first that reaches the total has
+    # more.
+    last = (cumulative >= total).int().argmax(-1, keepdim=True)                                 # [R, 1]
     token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).minimum(last)
     mask_kept = None
     if top_k > 0:

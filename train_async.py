@@ -188,10 +188,10 @@ for step in range(run.first_step, max_steps + 1):
             # rollouts per rank is over gap_bound. Without a top_k, the trainer cannot know which tokens top_p
             # and min_p had left, and nothing is compared. Of greedy completions engines give the logprobs at
             # temperature 1.
-            at_temperature, at_top_p, at_top_k, at_min_p = rollout.sampling_of(settings, "eval_")
-            if at_top_k or at_top_p == 1 and at_min_p == 0:
+            sampling = rollout.sampling_of(settings, "eval_")
+            if sampling["top_k"] or sampling["top_p"] == 1 and sampling["min_p"] == 0:
                 few = range(rank, min(32 * world_size, len(held_out)), world_size)
-                logps = token_logprobs(policy, held_out, few, token_budget, at_temperature or 1.0)
+                logps = token_logprobs(policy, held_out, few, token_budget, sampling["temperature"] or 1.0)
                 compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
             log.evaluation(held_out, eval_samples)
     if run.due(save_interval):

@@ -125,7 +125,7 @@ if run.resumed and lora_rank:                                   # the engine sti
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
 # sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
 # step began is saved. A second Ctrl-C ends it at once.
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
 # A step has N rollouts, those of all ranks together. The loop calls them by their index s, from 0 to N - 1.

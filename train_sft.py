@@ -85,7 +85,7 @@ log = run.begin(networks, rollout_engine, (
     f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} tokens. "
     f"In the first one, {tokenizer.decode(train_rows[0][-1].ids)[-500:]!r}, it learns "
     f"{tokenizer.decode(train_rows[0][-1].sampled_ids)[:500]!r}."), updates="an optimizer step")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
 # Values of tokens have the two forms that train_grpo.py explains, here with an entry for each learned token:

@@ -87,7 +87,8 @@ def seconds(sampler, name, rows, threads=0):
     player = Player(SimpleNamespace(**settings), tokenizer, eos_ids)
     prompts = encode_rows(tokenizer, list(enumerate(rows)))
     started = time.perf_counter()
-    rollouts = player.play(sampler, prompts, 1, [1000 * i for i in range(len(prompts))], 900, 1.0)
+    jobs = [(prompt.row, rollout.Request(None, prompt.ids, 1000 * i, 900)) for i, prompt in enumerate(prompts)]
+    rollouts = player.play(sampler, jobs)
     return time.perf_counter() - started, sum(len(r.logprobs) for r in rollouts)
 
 

@@ -223,7 +223,8 @@ if engine:
     made, asked = sequences * completion_length, [r.prompt_ids.tolist() for r in rollouts]
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
                                            vllm_gpu_memory_utilization)
-    sample = lambda: sampler.generate(asked, 1, range(sequences), completion_length, 1.0)
+    wanted = [rollout.Request(None, ids, seed, completion_length) for seed, ids in enumerate(asked)]
+    sample = lambda: sampler.generate(wanted)
     sync = lambda: sampler.load_weights(engine_weights(policy, sampler.naming, compute_dtype), 1)
     syncs = []
     for _ in range(repeats + 1):

@@ -69,7 +69,7 @@ train_set, eval_set, _ = data.load_prompts(tokenizer, settings)
 player = Player(settings, tokenizer, eos_ids)
 scorer = rewards.Scorer(settings, "cpu", torch.float32, player)
 evaluator = rollout.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
-sample = rollout.Sampler(settings, tokenizer, player, evaluator)
+sample = rollout.Sampler(player, evaluator)
 policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
                               weight_decay=0.0, fused=True)

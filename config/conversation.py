@@ -17,8 +17,8 @@ top_p = 1.0                     # sample from the likeliest tokens that together
 top_k = 0                       # sample from this many likeliest tokens; 0 samples from all
 min_p = 0.0                     # sample from tokens with at least this share of the largest probability; in
                                 # training top_p and min_p need a top_k
-stop = ""                       # strings that end an answer, with commas between: </answer>,\nUser: (as in
-                                # Python \n is a line end, and \x2c a comma); its text ends before them
+stop = ""                       # strings that end an answer, with commas between, where \n is a line end:
+                                # </answer>,\nUser: or others; the text of the answer ends before them
 # reward
 reward_errors = "stop"          # when a reward raises, stop ends the run, unscored leaves the completion
                                 # without a score, and zero scores it 0. A call that takes too long, or has no

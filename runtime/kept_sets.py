@@ -9,7 +9,6 @@ would the reference model, but the same sets are used for both. DeepSeek-V3.2 ca
 (https://arxiv.org/abs/2512.02556, section 3.1).
 
     of_logprobs   returns the sets of an answer of vLLM
-    of_mask       returns the sets that a mask of the vocabulary describes
     table         returns the sets of a micro-batch as a tensor
 """
 import numpy as np
@@ -30,12 +29,6 @@ def of_logprobs(flat, vocab_size):
         raise RuntimeError(f"vLLM drew a token from {K} tokens or more: too many tie at the last place of "
                            "top_k, so choose another top_k")
     return np.split(ids[kept], kept.sum(1).cumsum()[:-1])
-
-
-def of_mask(mask):
-    """Return a list with an int32 array for each row of a mask, bool [R, V]: the ids where it is true."""
-    ids = mask.nonzero()[:, 1].int().cpu().numpy()
-    return np.split(ids, mask.sum(1).cumsum(0).tolist()[:-1])
 
 
 def table(batch, rollouts):

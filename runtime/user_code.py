@@ -230,7 +230,7 @@ def event_loop():
 
 
 class ThreadPerCall(ThreadPoolExecutor):
-    """What asyncio.to_thread uses in the user's async functions.
+    """What asyncio.to_thread uses in the user's async functions, and episodes.py for its calls in threads.
 
     asyncio's own pool has four threads more than there are processors. Agents that wait for answers in them
     would keep others from asking. The end of the process waits for the pool's threads, and not for these.

@@ -254,7 +254,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "unknown setting": [f"{key}=5" for key in (
             "max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "", "model\n", "__name__",
             "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff", "x" * 100_000)],
-        ITSELF: "task=algebra:1000000000; train_prompts=7000; eval_prompts=5000",
+        ITSELF: "task=algebra:1000000000; train_prompts=7000; eval_prompts=5000; stop=,",
         "model='x'": ["model='x'"], "model=": ["model=/no\nsuch"], "task": ["task=\udcff"],
         r"\.jsonl: no such file": "task=file train_file=~no/x.jsonl",
         "must be a string": [
@@ -882,9 +882,9 @@ SAMPLES = {
     "unknown setting": ["prompts_per_step=5", "resume=auto"], "model=/no": ["model=/no"],
     r"Errno \d+\] .*/": ["output=/no/x.jsonl", "output=/", "output={dir}"],
     "prompt": ["prompt=a\udcff"],
-    "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"],
+    "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"], "stop": ["stop=a,,b"],
     either("prompt|max_position"): ["prompt=" + "x" * 5000],
-    runs(): ["temperature=0", "top_p=1", "top_k=0", f"top_k={10 ** 30}",
+    runs(): ["temperature=0", "top_p=1", "top_k=0", f"top_k={10 ** 30}", "stop=\\n,\\",
              "prompt=a\nb\t\x1b[31m\x07", "prompt=-", "show=0",
              "prompt=\u202e\U0001f600", "eval_prompts=1", "output={dir}/x.jsonl", "output=/dev/null",
              "system_prompt=Think."]}

@@ -295,3 +295,15 @@ def split(batch, values):
 
 def without_times(metrics):
     return [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in metrics]
+
+
+def requests(prompts, n, seeds, *sampling, **fields):
+    """n adjacent Requests per prompt, a list of ids, with the seeds seed, seed + 1, ..."""
+    from rollout import Request
+    return [Request(None, ids, seed + i, *sampling, **fields) for ids, seed in zip(prompts, seeds) for i in range(n)]
+
+
+def jobs(prompts, n, seeds, *sampling):
+    """n adjacent jobs per data.Prompt, with such Requests."""
+    asked = requests([prompt.ids for prompt in prompts], n, seeds, *sampling)
+    return [(prompts[i // n].row, request) for i, request in enumerate(asked)]

@@ -626,11 +626,13 @@ class Template:
     def defused(self, text):
         return text
 
+    eos_ids = ()
+
     def opening(self, messages):
         content = messages[-1]["content"]
         return prompt_ids(int(content.split()[0])) + [REPLY] * content.count("!")
 
-    def between(self, message, replies):
+    def between(self, message, replies, ended):
         return [REPLY] * (1 + hashed(message["content"]) % 3)
 
     def read(self, ids, sampled, text):
@@ -915,9 +917,9 @@ class Modules:
     def _event(self):
         return SimpleNamespace(wait=lambda: self.world.wait(lambda: False, "the end of the run"))
 
-    def _in_thread(self, function):
+    def _in_thread(self, function, *arguments):
         future = Future(self.world)
-        self.world.spawn(self.process, "call", lambda: future.values.append(function()))
+        self.world.spawn(self.process, "call", lambda: future.values.append(function(*arguments)))
         return future
 
     def _wait(self, calls, patience, _):
@@ -1100,7 +1102,7 @@ class Modules:
         vars(player).update(
             settings=settings, tokenizer=tokenizer, eos_ids=eos_ids, key="a game", name="", make=None,
             session_class=None, methods={}, closer="", rewards_as="", tools=None, tool_functions={},
-            template=None, opened={}, idle=[], score_ended=None)
+            template=None, opened={}, idle=[], score_ended=None, stop=[])
         if world.plan.kind == "game":
             player.make = Game
             player.methods = {"reset": None, "step": None}

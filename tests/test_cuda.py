@@ -13,7 +13,7 @@ from attention import packed_attention
 from model import load_policy
 from packing import Segments, micro_batch, pack
 from runtime.logprobs import product
-from runs import shut_down, split
+from runs import requests, shut_down, split
 from test_packing import episode
 from weights import engine_weights
 
@@ -124,7 +124,7 @@ def gap(policy, rollouts):
 
 def test_the_plain_engine_samples_in_bfloat16(folder, mesh):
     engine = rollout.HFEngine(folder, torch.bfloat16, 64, [10], 0.2)
-    rollouts = engine.generate([[65, 66], [67]], 16, [0, 100], 24, 1.0)
+    rollouts = engine.generate(requests([[65, 66], [67]], 16, [0, 100], 24, 1.0))
     assert gap(load_policy(folder, mesh, torch.bfloat16), rollouts) < 0.05
 
 
@@ -144,7 +144,7 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
             for p in policy.parameters():
                 p += 0.01 * torch.randn_like(p)
         engine.load_weights(engine_weights(policy, engine.naming, torch.bfloat16), cycle)
-        rollouts = engine.generate([[65, 66], [67]], 16, [cycle, 100 + cycle], 24, 1.0)
+        rollouts = engine.generate(requests([[65, 66], [67]], 16, [cycle, 100 + cycle], 24, 1.0))
         used.append(in_use())
         assert gap(policy, rollouts) < 0.05
     total = torch.cuda.get_device_properties(0).total_memory

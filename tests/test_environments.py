@@ -19,7 +19,7 @@ from episodes import Player
 from rewards import Scorer
 from runtime import model_folder
 from runtime.user_code import UserProcess
-from runs import ROOT, begin, finish, forked, lines, with_defaults
+from runs import ROOT, begin, finish, forked, jobs, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
 from test_survive import count_lines, wait_for
 from test_train_episodes import SMALL
@@ -131,8 +131,8 @@ def player(environment="", tokenizer=TOKENIZER, **settings):
 def played(plays, texts, rows=None, tokenizer=TOKENIZER):
     """The rollouts of episodes in which the policy says these texts, and the engine that said them."""
     rows, engine = rows or [{}] * len(texts), Says(*texts)
-    return plays.play(engine, prompts_for(rows, plays.tools, tokenizer), 1, [0] * len(rows),
-                      plays.settings.max_completion_length, 1.0), engine
+    return plays.play(engine, jobs(prompts_for(rows, plays.tools, tokenizer), 1, [0] * len(rows),
+                      plays.settings.max_completion_length, 1.0)), engine
 
 
 def scored(plays, rollouts_of, **settings):
@@ -318,7 +318,7 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
     named = {repr(row): prompt for (_, row), prompt in zip(train.rows, encoded)}
     first = next(p for p in [*named.values(), *held_out] if p.row["opening"])
     plays = player(f"{source}:Judged")
-    rollouts = plays.play(Says(["last<|end|>"]), [first], 1, [0], 50, 1.0)
+    rollouts = plays.play(Says(["last<|end|>"]), jobs([first], 1, [0], 50, 1.0))
     assert parts_of(rollouts[0])[0] == f"<|user|>{first.row['opening']}<|end|><|assistant|>"
     assert rollouts[0].row["prompt"] == [{"role": "user", "content": first.row["opening"]}]
     # Without an environment such a row is refused, as are others that are broken.

@@ -21,7 +21,7 @@ from conversation import Conversation
 from tiny import pretrain
 from rewards import Scorer
 from rollout import Answer, Request
-from runs import ROOT, shut_down
+from runs import ROOT, jobs, requests, shut_down
 from runtime import user_code
 from test_rollout import ENGINES, identical
 
@@ -317,8 +317,8 @@ def prompts_for(rows, tools=None, tokenizer=TOKENIZER, **settings):
 def played(games, name, rows, texts, **settings):
     """The rollouts of episodes in which the policy says these texts."""
     plays = player(games, name, **{"max_completion_length": 5000} | settings)
-    return plays.play(Says(*texts), prompts_for(rows, plays.tools), 1, [0] * len(rows),
-                      plays.settings.max_completion_length, 1.0)
+    return plays.play(Says(*texts), jobs(prompts_for(rows, plays.tools), 1, [0] * len(rows),
+                      plays.settings.max_completion_length, 1.0))
 
 
 def parts_of(r):
@@ -339,9 +339,12 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
     """What a Sampler makes of these seeds, which otherwise are hashes."""
     settings = SimpleNamespace(max_completion_length=max_tokens, temperature=temperature, top_p=top_p,
                                top_k=top_k, min_p=min_p, seed=0)
-    generate = lambda ids, n, _, *sampling: engine.generate(ids, n, seeds, *sampling)
+    wanted = requests([prompt.ids for prompt in prompts], n, seeds, max_tokens, temperature, top_p, top_k, min_p)
+    generate = lambda hashed: engine.generate([
+        request._replace(seed=one.seed) for request, one in zip(hashed, wanted, strict=True)])
     engine_with = SimpleNamespace(generate=generate, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
-    sample = rollout.Sampler(settings, tokenizer, player("", eos_ids=ENDS), engine_with)
+    plays = player("", tokenizer=tokenizer, eos_ids=ENDS, **vars(settings))
+    sample = rollout.Sampler(plays, engine_with)
     return sample(prompts, n, seeds)
 
 
@@ -373,7 +376,7 @@ def one_turn(way, engine, prompts, n, seeds, *sampling):
     """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
     if way == "single":
         return single(engine, TOKENIZER, prompts, n, seeds, *sampling)
-    return player("", eos_ids=ENDS).play(engine, prompts, n, seeds, *sampling)
+    return player("", eos_ids=ENDS).play(engine, jobs(prompts, n, seeds, *sampling))
 
 
 @pytest.mark.parametrize("way", ["single", "played"])
@@ -386,7 +389,7 @@ def test_a_rollout_gets_its_row_and_its_text(engine, prompt, way):
     rollouts = one_turn(way, engine, prompts, 3, [5, 9], 8, 0.9)
     assert [r.row for r in rollouts] == [row for row in rows for _ in range(3)]
     assert all(r.row is rows[i // 3] for i, r in enumerate(rollouts))
-    bare = engine.generate([prompt.ids for prompt in prompts], 3, [5, 9], 8, 0.9)
+    bare = engine.generate(requests([prompt.ids for prompt in prompts], 3, [5, 9], 8, 0.9))
     assert identical(rollouts, bare)
     for r in rollouts:
         text = TOKENIZER.decode(r.sampled_ids[:-1] if r.finish_reason == "stop" else r.sampled_ids)
@@ -417,15 +420,15 @@ def test_a_single_answer_is_the_same_either_way(engine):
 def test_top_p_top_k_and_min_p_reach_the_engine(hf, way):
     prompts = prompts_for([{}])
     rollouts = one_turn(way, hf, prompts, 8, [5], 120, 1.0, 0.9, 2, 0.2)
-    assert identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2, min_p=0.2))
-    assert not identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2))
-    assert not identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0))
+    assert identical(rollouts, hf.generate(requests([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2, min_p=0.2)))
+    assert not identical(rollouts, hf.generate(requests([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2)))
+    assert not identical(rollouts, hf.generate(requests([prompts[0].ids], 8, [5], 120, 1.0)))
 
 
 def test_an_episode_that_ends_at_once_is_what_the_engine_generates(engine, games):
     prompts = prompts_for([{}, {}])
-    rollouts = player(games, "Once", eos_ids=ENDS).play(engine, prompts, 4, [5, 9], 120, 0.9)
-    bare = engine.generate([prompt.ids for prompt in prompts], 4, [5, 9], 120, 0.9)
+    rollouts = player(games, "Once", eos_ids=ENDS).play(engine, jobs(prompts, 4, [5, 9], 120, 0.9))
+    bare = engine.generate(requests([prompt.ids for prompt in prompts], 4, [5, 9], 120, 0.9))
     assert identical(rollouts, bare) and [[*r.rewards.values()] for r in rollouts] == [[1.0]] * 8
 
 
@@ -438,7 +441,7 @@ def test_a_stop_string_ends_a_turn(games, name, texts):
     """Nobody reads it. The end token that the template puts behind a turn is inserted, and not trained."""
     rows = [{"answer": "."}]
     (plain,) = played(games, name, rows, [[text + "<|end|>" for text in texts]])
-    (r,) = played(games, name, rows, [[text + "-###" for text in texts]], stop=r"\x23##,-##")
+    (r,) = played(games, name, rows, [[text + "-###" for text in texts]], stop="###,-##")
     assert r.completion == plain.completion and r.finish_reason == "stop"
     assert [*r.rewards.values()] == [*plain.rewards.values()]
     ours, theirs = parts_of(r), parts_of(plain)
@@ -450,7 +453,7 @@ def test_a_stop_string_ends_a_turn(games, name, texts):
 def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = prompts_for([{"answer": "."}, {"answer": " more, please"}])
-    rollouts = player(games, "Echo", eos_ids=ENDS).play(engine, prompts, 8, [5, 9], 120, 0.8)
+    rollouts = player(games, "Echo", eos_ids=ENDS).play(engine, jobs(prompts, 8, [5, 9], 120, 0.8))
     assert sum(len(r.spans) == 3 for r in rollouts) > 3
     for r in rollouts:
         with torch.no_grad():
@@ -469,7 +472,7 @@ def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder
 def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, games):
     """vLLM finds the beginning of each turn in its prefix cache, the second time the prompt as well."""
     plays = player(games, "Echo", eos_ids=ENDS)
-    play = lambda prompts, seeds: plays.play(engine, prompts, 4, seeds, 120, 0.9)
+    play = lambda prompts, seeds: plays.play(engine, jobs(prompts, 4, seeds, 120, 0.9))
     prompts = prompts_for([{"answer": "."}, {"answer": "!"}, {"answer": "?"}])
     first = play(prompts, [5, 9, 200])
     assert len({len(r.spans) for r in first}) > 1
@@ -480,8 +483,8 @@ def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, g
     assert [r.ids.tolist() for r in play(prompts[1:2], [10])] != [r.ids.tolist() for r in first[4:8]]
     # The turns of an episode have seeds of their own.
     assert len({r.sampled_ids[:3].tobytes() for r in first}) == 12
-    seeds = Says(*[["a<|end|>"] * 3] * 4)
-    plays.play(seeds, prompts[:1], 4, [7], 120, 1.0)
+    seeds = Says(*[["b<|end|>"] * 3] * 4)
+    plays.play(seeds, jobs(prompts[:1], 4, [7], 120, 1.0))
     assert [r.seed for r in seeds.asked[:4]] == [7, 8, 9, 10] and len({r.seed for r in seeds.asked}) == 12
 
 
@@ -490,7 +493,7 @@ def test_an_environment_without_tools_scores_one_answer(tmp_path):
                                       "    def get_reward(self):\n        return 3.0")
     plays = player(tmp_path / "game.py", "Game")
     plays.trial_episodes(prompts_for([{}]))
-    (r,) = plays.play(Says(["a<|end|>"]), prompts_for([{}]), 1, [0], 9, 1.0)
+    (r,) = plays.play(Says(["a<|end|>"]), jobs(prompts_for([{}]), 1, [0], 9, 1.0))
     assert (r.finish_reason, [*r.rewards.values()], parts_of(r)[1]) == ("stop", [3.0], "a<|end|>")
 
 
@@ -501,8 +504,8 @@ def test_a_row_is_the_conversation_with_what_was_sampled_as_it_was_sampled(games
     # TOKENIZER writes "on" as two tokens, which this one would join.
     plays, engine = player(games, "Script", tokenizer), Says(["on<|end|>", "y<|end|>"])
     row = {"replies": [["no", 0.5, False], ["ignored", 0.25, True]]}
-    (r,) = plays.play(engine, prompts_for([row], tokenizer=tokenizer), 1, [0],
-                      plays.settings.max_completion_length, 1.0)
+    (r,) = plays.play(engine, jobs(prompts_for([row], tokenizer=tokenizer), 1, [0],
+                      plays.settings.max_completion_length, 1.0))
     prompt = TOKENIZER("<|user|>Go.<|end|><|assistant|>").input_ids
     assert tokenizer("on").input_ids == [261]
     assert r.ids.tolist() == prompt + TOKENIZER("on<|end|><|user|>no<|end|><|assistant|>y<|end|>").input_ids
@@ -521,7 +524,7 @@ def test_a_conversation_needs_no_environment(games):
     row = {"replies": [["no", 0.5, False], ["", 0.25, True]]}
     plays, engine = player(games, "Script", max_turn_length=7), Says(["on<|end|>", "y<|end|>"])
     (prompt,) = prompts_for([row])
-    (r,) = plays.play(engine, [prompt], 1, [9], 21, 1.0)
+    (r,) = plays.play(engine, jobs([prompt], 1, [9], 21, 1.0))
     talk = Conversation(Request(0, prompt.ids, 9, 21), plays.template)
     for turn, (text, expected) in enumerate(zip(("on<|end|>", "y<|end|>"), engine.asked), 1):
         request = talk.request(turn)
@@ -548,7 +551,7 @@ def test_what_reset_returns_is_added_to_the_last_message(games):
             plays = player(games, "Script", system_prompt=system)
             prompts = prompts_for([kept | {"opening": opening}], system_prompt=system)
             engine = Says(*said)
-            (r,) = plays.play(engine, prompts, 1, [0], plays.settings.max_completion_length, 1.0)
+            (r,) = plays.play(engine, jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
             assert parts_of(r)[0] == "<|system|>Play.<|end|>" * bool(system) + (
                 f"<|user|>A<|end|><|assistant|>B<|end|><|user|>{text}<|end|><|assistant|>")
             # max_completion_length counts what follows it.
@@ -827,8 +830,8 @@ def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
     tokenizer = pretrain.make_tokenizer()
     tokenizer.response_template = PARSED
     plays = player(games, "Hinted", tokenizer, max_completion_length=5000)
-    (r,) = plays.play(Says([f"CALL take {json.dumps(given)};<|end|>", "b<|end|>"]), prompts_for([{}], plays.tools), 1,
-                      [0], 5000, 1.0)
+    (r,) = plays.play(Says([f"CALL take {json.dumps(given)};<|end|>", "b<|end|>"]), jobs(prompts_for([{}], plays.tools), 1,
+                      [0], 5000, 1.0))
     assert r.completion[1]["content"] == repr(got)
     assert [*r.completion[0]["tool_calls"][0]["function"]["arguments"].values()] == got
 
@@ -839,8 +842,8 @@ def test_calls_in_the_form_that_the_tokenizer_describes(games):
     texts = ['I add. CALL add {"amount": 3}; CALL wait {};<|end|>', 'CALL add {"amount; <|end|>',
              call("add", '{"amount": 100}') + "<|end|>"]
     plays = player(games, "Counter", tokenizer, max_completion_length=1000)
-    (r,) = plays.play(Says(texts), prompts_for([{}], plays.tools), 1, [0],
-                      plays.settings.max_completion_length, 1.0)
+    (r,) = plays.play(Says(texts), jobs(prompts_for([{}], plays.tools), 1, [0],
+                      plays.settings.max_completion_length, 1.0))
     parts = parts_of(r)
     assert parts[2] == ("<|user|><tool_response>The total is 3.</tool_response><|end|>"
                         "<|user|><tool_response>3</tool_response><|end|><|assistant|>")
@@ -857,7 +860,7 @@ def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
     plays = player(games, "Counter", tokenizer)
     texts = ['CALL add {"amount": 3}; is how.</think>CALL add {"amount": 4};<|end|>', "</think>Done.<|end|>"]
     prompts = prompts_for([{}], plays.tools, tokenizer)
-    (r,) = plays.play(Says(texts), prompts, 1, [0], plays.settings.max_completion_length, 1.0)
+    (r,) = plays.play(Says(texts), jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
     assert [*r.rewards.values()] == [0.0, 4.0] and parts_of(r)[2].endswith("<|assistant|><think>")
 
 
@@ -887,7 +890,7 @@ def test_rewards_and_environments_see_special_tokens(games, way):
         if way == "single":
             (r,) = single(engine, tokenizer, [prompt], 1, [0], 9, 1.0)
         else:
-            (r,) = player(games, "Hears", tokenizer).play(engine, [prompt], 1, [0], 9, 1.0)
+            (r,) = player(games, "Hears", tokenizer).play(engine, jobs([prompt], 1, [0], 9, 1.0))
             assert r.extra == {"heard": text}
         assert r.completion == [{"role": "assistant", "content": text}] and r.sampled_ids.tolist() == ids
 
@@ -922,7 +925,7 @@ def test_neither_a_result_nor_a_tool_that_was_made_up_is_a_control_token(games):
 def test_threads_change_nothing_but_the_order(hf, games):
     prompts = prompts_for([{"answer": mark} for mark in ".!?,"])
     runs = [player(games, "Echo", eos_ids=ENDS, call_workers=workers).play(
-        hf, prompts, 4, [5, 9, 1, 3], 120, 0.9) for workers in (0, 4)]
+        hf, jobs(prompts, 4, [5, 9, 1, 3], 120, 0.9)) for workers in (0, 4)]
     for alone, threaded in zip(*runs, strict=True):
         assert alone.ids.tolist() == threaded.ids.tolist() and alone.completion == threaded.completion
         assert np.allclose(alone.logprobs, threaded.logprobs, atol=1e-5)
@@ -934,8 +937,8 @@ def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
     """As many as there are threads, and never more."""
     plays, count = player(games, "Busy", call_workers=workers), 16 if workers else 2
     plays.make.most = plays.make.calls = 0
-    rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), prompts_for([{"together": workers or 1}]), count,
-                          [5], 120, 1.0)
+    rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), jobs(prompts_for([{"together": workers or 1}]), count,
+                          [5], 120, 1.0))
     busy = plays.make
     assert busy.most == (workers or 1) and busy.now == 0 and busy.calls == 4 * count
     assert {r.finish_reason for r in rollouts} == {"turns"}
@@ -945,7 +948,7 @@ def test_the_engine_goes_on_while_an_environment_works(games):
     engine = Says(["a<|end|>"], ["b<|end|>"])
     engine.at_once = 1
     rollouts = player(games, "Waits", call_workers=2).play(
-        engine, prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 120, 1.0)
+        engine, jobs(prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 120, 1.0))
     assert [[*r.rewards.values()] for r in rollouts] == [[1.0], [1.0]]
 
 
@@ -1068,7 +1071,7 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
         "; the row is {'prompt': [{'role': 'user', 'content': 'Go.'}], 'secret': 7}")
     # During the run what it must not return ends the run, and what it raises ends the episode.
     try:
-        (r,) = plays.play(Says(["a<|end|>"]), prompts, 1, [0], plays.settings.max_completion_length, 1.0)
+        (r,) = plays.play(Says(["a<|end|>"]), jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
         assert told in r.counts["problem"] and ("raised" in told or "took" in told or "so much" in told)
     except ValueError as later:
         assert told in str(later) and not ("raised" in told or "took" in told)

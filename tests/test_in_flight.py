@@ -271,23 +271,23 @@ def samplers(engine):
     """One that may leave groups open, and one that may not."""
     settings = SimpleNamespace(**SAMPLING)
     player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
-    return [kind(settings, TOKENIZER, player, engine) for kind in (InFlightSampler, rollout.Sampler)]
+    return [kind(player, engine) for kind in (InFlightSampler, rollout.Sampler)]
 
 
 def test_groups_go_on_in_the_next_step(vllm, model_of):
     """With the new weights, while held-out prompts are answered by these alone."""
     sample, plain = samplers(vllm)
     long, short, new = prompts(2), prompts(4)[2:], prompts(5)[4:]
-    sample.begin(long, 2, ["a", "b"], length=40)
-    sample.begin(short, 2, ["c", "d"], length=5)
+    sample.begin(long, 2, ["a", "b"], max_tokens=40)
+    sample.begin(short, 2, ["c", "d"], max_tokens=5)
     first = sample.until(1)
     assert [r.row for r in first] == [short[0].row] * 2 and [*sample.open] == ["a", "b", "d"]
     assert {r.versions for r in first} == {((0, 0),)}
     # Both were complete after the same step of the engine. This one waited for its turn.
     vllm.load_weights(vllm.incoming(1), 1)
-    held_out = sample(short, 1, ["x", "y"], length=6)
+    held_out = sample(short, 1, ["x", "y"], max_tokens=6)
     assert [r.versions for r in held_out] == [((0, 1),)] * 2
-    sample.begin(new, 2, ["e"], length=60)
+    sample.begin(new, 2, ["e"], max_tokens=60)
     later = sample.until(3)
     assert [r.row for r in later] == [p.row for p in (short[1], short[1], long[0], long[0], long[1], long[1])]
     # The last one has ended by itself.
@@ -301,15 +301,15 @@ def test_groups_go_on_in_the_next_step(vllm, model_of):
     # Up to the new weights the tokens are those of a sampler that waits.
     sample.abort()
     vllm.switch(0)
-    for r, expected in zip(later[2:], plain(long, 2, ["a", "b"], length=40), strict=True):
+    for r, expected in zip(later[2:], plain(long, 2, ["a", "b"], max_tokens=40), strict=True):
         end = r.versions[1][0]
         assert r.sampled_ids[:end].tolist() == expected.sampled_ids[:end].tolist()
 
 
 def test_what_is_aborted_leaves_nothing_behind(vllm):
     sample, plain = samplers(vllm)
-    expected = plain(prompts(3), 2, [*"abc"], length=12)
-    sample.begin(prompts(3), 2, [*"xyz"], length=40)
+    expected = plain(prompts(3), 2, [*"abc"], max_tokens=12)
+    sample.begin(prompts(3), 2, [*"xyz"], max_tokens=40)
     with pytest.raises(ValueError, match=r"until\(4\): only 3 groups are open"):
         sample.until(4)
     sample.episodes.step()
@@ -318,7 +318,7 @@ def test_what_is_aborted_leaves_nothing_behind(vllm):
     vllm.in_flight = False
     vllm.switch(0)                                              # no request is in flight
     vllm.in_flight = True
-    sample.begin(prompts(3), 2, [*"abc"], length=12)
+    sample.begin(prompts(3), 2, [*"abc"], max_tokens=12)
     again = sample.until(3)
     assert [r.ids.tolist() for r in again] == [r.ids.tolist() for r in expected]
 

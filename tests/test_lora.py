@@ -14,7 +14,7 @@ import rollout
 import runs
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
-from runs import ROOT, forked, load_rows, on_ranks, shut_down, without_times
+from runs import ROOT, forked, load_rows, on_ranks, requests, shut_down, without_times
 from runtime.model_folder import SHIPPED
 from runtime.logprobs import LogprobsFromHidden
 from test_packing import episode, random_parts
@@ -158,7 +158,7 @@ def test_the_engine_computes_what_the_trainer_does(name, dtype, bound, mesh):
         sent = [*engine_weights(policy, engine.naming, torch.float32)]
         assert all("_proj." in key and tensor.dtype == dtype for key, tensor in sent[:-1])
         engine.load_weights(sent, step)
-        rollouts = engine.generate(prompts, 8, range(0, 160, 10), 32, 1.0)
+        rollouts = engine.generate(requests(prompts, 8, range(0, 160, 10), 32, 1.0))
         theirs = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
         gaps.append((logps(policy, rollouts) - theirs).abs().mean().item())
         apart = (logps(policy.adapters.base, rollouts) - theirs).abs().mean().item()

@@ -15,7 +15,7 @@ import rewards
 import rollout
 from environments.calculator import Calculator
 from environments.guess_number import Guess
-from runs import forked, load_rows, refused
+from runs import forked, load_rows, refused, requests
 from runtime.model_folder import SHIPPED
 from tasks import generate_problems
 from tiny import pretrain
@@ -70,7 +70,7 @@ def test_the_shipped_base_is_as_documented():
     rows = load_rows("algebra", "eval", 128)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
-    samples = engine.generate(prompts, 4, [8 * i for i in range(128)], 64, 1.0)
+    samples = engine.generate(requests(prompts, 4, [8 * i for i in range(128)], 64, 1.0))
     texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]
     truths = [row["answer"] for row in rows for _ in range(4)]
     scores = rewards.accuracy(None, texts, truths)
@@ -87,7 +87,7 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
     rows = load_rows("compose", "eval", 240)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
-    samples = engine.generate(prompts, 4, [8 * i for i in range(240)], 56, 1.0)
+    samples = engine.generate(requests(prompts, 4, [8 * i for i in range(240)], 56, 1.0))
     texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]
     scores = rewards.exact_accuracy(None, texts, [row["answer"] for row in rows for _ in range(4)])
     assert 0.06 < sum(scores) / len(scores) < 0.13

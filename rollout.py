@@ -79,7 +79,8 @@ class Rollout:
     # prompt has. Turns that an earlier row has as well may stand between the prompt and that token.
     row_starts: np.ndarray
     row: dict = None         # the row of the data set that it answers
-    completion: object = ""  # the text after the prompt, or messages if the prompt consists of messages
+    completion: object = ""  # the text after the prompt and before a stop string, or messages if the prompt
+                             # consists of messages
     score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
@@ -365,7 +366,7 @@ class Engine:
         self.versions[request.name] = {0: self.version}
 
     def progress(self):
-        """Return a bar for `with`. Inside a terminal shows what `show` tells, and afterwards nothing."""
+        """Return a bar for `with`. In its block a terminal shows what `show` tells; nothing of it stays."""
         self.total = 0
         self.ended = 0
         self.bar = distributed.progress(unit=" tokens")
@@ -524,7 +525,7 @@ class VLLMEngine(Engine):
             tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
             hf_overrides={"head_dtype": "float32"},
             logprobs_mode="processed_logprobs",      # after temperature, min_p, top_k and top_p
-            max_logprobs=config.get_vocab_size(),    # a limit for requests, which is 20 by default
+            max_logprobs=-1,                         # no limit for requests; by default it is 20
             enable_chunked_prefill=self.cuda)        # CPU: a split prompt breaks seeded requests
         compute_logits_in_float32(llm)
         return llm
@@ -602,8 +603,7 @@ class VLLMEngine(Engine):
                 logprobs = [flat.logprobs[first] for first in flat.start_indices]
                 kept = ()
                 if len(flat.logprobs) > len(logprobs):
-                    from runtime import kept_sets
-                    kept = kept_sets.of_logprobs(flat, vocab_size)
+                    kept = kept_sets(flat, vocab_size)
                 answers.append(self._answer(int(output.request_id), list(sample.token_ids), logprobs,
                                             sample.finish_reason, kept))
         self.show(len(answers), sum(len(answer.ids) for answer in answers))
@@ -635,6 +635,22 @@ class VLLMEngine(Engine):
             torch.cuda.empty_cache()                            # makes room for the memory that vLLM maps
             self.llm.wake_up(tags=asleep)
             self.asleep -= {*asleep}
+
+
+def kept_sets(flat, vocab_size):
+    """Return the set that each sampled token was drawn from, as in Answer.kept, from vLLM's FlatLogprobs.
+
+    After the logprob of a sampled token FlatLogprobs holds those of the K likeliest tokens. Tokens outside of
+    the set have -inf. If all K logprobs are finite, the set may be larger, and it raises RuntimeError.
+    """
+    shape = len(flat), -1
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:]                        # [C, K]
+    kept = np.isfinite(flat.logprobs).reshape(shape)[:, 1:]
+    K = ids.shape[1]
+    if K < vocab_size and kept[:, -1].any():
+        raise RuntimeError(f"vLLM drew a token from {K} tokens or more: too many tie at the last place of "
+                           "top_k, so choose another top_k")
+    return np.split(ids[kept], kept.sum(1).cumsum()[:-1])
 
 
 def watch(detokenizer, has_stopped):

@@ -8,27 +8,10 @@ normalises every logprob and entropy over them. After an update the policy would
 would the reference model, but the same sets are used for both. DeepSeek-V3.2 calls this "keep sampling mask"
 (https://arxiv.org/abs/2512.02556, section 3.1).
 
-    of_logprobs   returns the sets of an answer of vLLM
-    table         returns the sets of a micro-batch as a tensor
+rollout.py reads the sets from its engines, and `table` makes them a tensor.
 """
 import numpy as np
 import torch
-
-
-def of_logprobs(flat, vocab_size):
-    """Return the set of each sampled token, a list of int32 arrays, from vLLM's FlatLogprobs of an answer.
-
-    After the logprob of a sampled token FlatLogprobs holds those of the K likeliest tokens. Tokens outside of
-    the set have -inf. If all K logprobs are finite, the set may be larger, and it raises RuntimeError.
-    """
-    shape = len(flat), -1
-    ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:]                        # [C, K]
-    kept = np.isfinite(flat.logprobs).reshape(shape)[:, 1:]
-    K = ids.shape[1]
-    if K < vocab_size and kept[:, -1].any():
-        raise RuntimeError(f"vLLM drew a token from {K} tokens or more: too many tie at the last place of "
-                           "top_k, so choose another top_k")
-    return np.split(ids[kept], kept.sum(1).cumsum()[:-1])
 
 
 def table(batch, rollouts):

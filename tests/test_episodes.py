@@ -853,6 +853,16 @@ def test_calls_in_the_form_that_the_tokenizer_describes(games):
     assert (r.counts["calls"], r.counts["failures"]) == (3, 1)
 
 
+def test_what_a_stop_string_has_cut_off_is_not_read_by_a_response_template(games):
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.response_template = PARSED
+    plays = player(games, "Counter", tokenizer, max_completion_length=1000, stop="###")
+    (r,) = plays.play(Says(['CALL add {"amount": 3};###', "Three.###"]), jobs(prompts_for([{}], plays.tools), 1, [0],
+                      plays.settings.max_completion_length, 1.0))
+    assert r.counts["calls"] == 1 and r.counts["failures"] == 0
+    assert r.completion[0]["content"] == "" and r.completion[-1]["content"] == "Three."
+
+
 def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
     tokenizer = pretrain.make_tokenizer()
     tokenizer.response_template = PARSED

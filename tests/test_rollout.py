@@ -181,7 +181,12 @@ def watches(engine, stop, folder, monkeypatch):
 def test_a_stop_string_ends_a_completion(engine, folder, monkeypatch, trial):
     """At the token that completes it, which stays. Characters may have several tokens, of which not all are
     characters, and the prompts have the second string."""
-    plain = generate(engine, n=16)
+    def sample():
+        asked = requests(PROMPTS, 16, range(100, 104), 24, 0.8)
+        # A quarter is cut off early, and in the plain engine computed further for a while.
+        return engine.generate([request._replace(max_tokens=24 if i % 4 else 4) for i, request in enumerate(asked)])
+
+    plain = sample()
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), random.Random(trial)
     texts = [text for text in map(tokenizer.decode, completions_of(plain)) if len(text) > 6]
     wide = [match[0] for text in texts for match in re.finditer(".?[\x80-\ud7ff].?", text) if not {"\ufffd", ",", "\\"} & {*match[0]}]
@@ -195,13 +200,13 @@ def test_a_stop_string_ends_a_completion(engine, folder, monkeypatch, trial):
     watches(engine, stop, folder, monkeypatch)
     steps = []
     monkeypatch.setattr(rollout.distributed.watchdog, "moved", lambda where=None: steps.append(where))
-    rollouts = generate(engine, n=16)
+    rollouts = sample()
     expected = [*until_stopped(plain, strings, tokenizer, [10, 20, 30])]
     for before, r, (count, reason, text) in zip(plain, rollouts, expected, strict=True):
         assert r.sampled_ids.tolist() == before.sampled_ids[:count].tolist() and r.finish_reason == reason
         assert np.abs(r.logprobs - before.logprobs[:count]).max() < 1e-5
         assert rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30], engine.stop) == text
-    assert 10 < sum(count < len(before.logprobs) for before, (count, *_) in zip(plain, expected)) < 64
+    assert 4 < sum(count < len(before.logprobs) for before, (count, *_) in zip(plain, expected)) < 64
     # Nothing is sampled beyond the step that was under way.
     assert len(steps) <= max(count for count, *_ in expected) + 2
     if engine.name == "vllm":

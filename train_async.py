@@ -73,9 +73,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # grpo_process (favours early ends), turns, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
-                                # each score, k1_advantage from each token's advantage (on-policy
-                                # distillation); see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+, k3_is: the loss gets the KL; k1_reward: each score loses it;
+                                # k1_advantage: each token's advantage loses it (on-policy distillation); see
+                                # losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -86,9 +86,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "token_truncate"  # weights by p(trainer) / p(engine): none, token_truncate (TIS),
-                                # sequence_truncate, token_mask, sequence_mask, geometric_mask, or a pair of a
-                                # truncation and a mask: see losses.CORRECTIONS
+engine_correction = "token_truncate"  # or none, or another one of train_grpo.py; see losses.CORRECTIONS
 correction_cap = 2.0            # a truncation lowers a larger ratio to this
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
@@ -121,11 +119,11 @@ with input_errors():                                            # a ValueError b
     # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, clock)
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
+    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
-    # load_policy adds the adapters, which run.adapter names.
+    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
+    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
     start = resumed if resumed and not lora_rank else folders.policy
 
 # ---------------------------------------------------------------- the engines
@@ -173,7 +171,7 @@ def save():
         later = []
     with log.timed("wait_for_rollouts"):
         run.state["ahead"], run.arrays = bridge.ahead(later)
-    run.save()                                                  # not if the run has just begun
+    run.save()                                                  # nothing if the run has just begun or resumed
 
 
 # ---------------------------------------------------------------- the loop
@@ -221,7 +219,8 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
+    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0; its tokens
+    # still count in the denominator of the loss.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
@@ -229,12 +228,12 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
+    # Skipped rollouts are not computed, but count in the loss's denominator. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
     # The ratio compares the policy with pi_old, the policy before the first update. For the age of the
     # rollouts engine_correction weighs tokens.
-    old_logps = None                                            # in the only update pi_old is the policy
+    old_logps = None                                            # one update per step: pi_old is the policy
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif num_mini_batches > 1:

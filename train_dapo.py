@@ -66,9 +66,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # grpo_process (favours early ends), turns, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
-                                # each score, k1_advantage from each token's advantage (on-policy
-                                # distillation); see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+, k3_is: the loss gets the KL; k1_reward: each score loses it;
+                                # k1_advantage: each token's advantage loses it (on-policy distillation); see
+                                # losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -79,8 +79,9 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # weights by p(trainer) / p(engine): token_truncate (TIS), sequence_truncate,
-                                # token_mask, sequence_mask, geometric_mask, or a pair: see losses.CORRECTIONS
+engine_correction = "none"      # multiplies token losses by p(trainer) / p(engine), capped or bounded:
+                                # token_truncate (TIS), sequence_truncate, token_mask, sequence_mask,
+                                # geometric_mask, or a truncation and a mask; see losses.CORRECTIONS
 correction_cap = 2.0            # a truncation lowers a larger ratio to this
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
@@ -93,8 +94,9 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 # the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
-# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
+# Run checks the settings and opens the run's folder, in which it keeps a copy of this script. run.resumed is
+# the checkpoint that the run resumes, or None. run.state is saved with each checkpoint; its "position" counts
+# the training rows drawn so far.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
@@ -104,15 +106,15 @@ with input_errors():                                            # a ValueError b
     # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
+    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
-    # load_policy adds the adapters, which run.adapter names.
+    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
+    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
@@ -135,7 +137,7 @@ for step in range(run.first_step, max_steps + 1):
     if run.due(eval_interval):
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(save_interval):
-        run.save()                                              # not if the run has just begun
+        run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
 
@@ -175,13 +177,14 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1; the engine's logp for logp
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # the engine's logp for the policy's
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()           # DAPO
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
-    # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
+    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0; its tokens
+    # still count in the denominator of the loss.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
@@ -192,13 +195,13 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(counted, len(counted))            # DAPO: only these
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
+    # Skipped rollouts are not computed, but count in the loss's denominator. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
     # The ratio compares the policy with pi_old, the policy before the first update. If another script
     # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for that.
     stale = any(r.sampled_by != {step} for r in rollouts)
-    old_logps = None                                            # in the only update pi_old is the policy
+    old_logps = None                                            # one update per step: pi_old is the policy
     if old_logprobs == "engine" or stale and engine_correction == "none":
         old_logps = engine_logps
     elif num_mini_batches > 1:

@@ -65,9 +65,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # grpo_process (favours early ends), turns, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
-                                # each score, k1_advantage from each token's advantage (on-policy
-                                # distillation); see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+, k3_is: the loss gets the KL; k1_reward: each score loses it;
+                                # k1_advantage: each token's advantage loses it (on-policy distillation); see
+                                # losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -78,8 +78,9 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # weights by p(trainer) / p(engine): token_truncate (TIS), sequence_truncate,
-                                # token_mask, sequence_mask, geometric_mask, or a pair: see losses.CORRECTIONS
+engine_correction = "none"      # multiplies token losses by p(trainer) / p(engine), capped or bounded:
+                                # token_truncate (TIS), sequence_truncate, token_mask, sequence_mask,
+                                # geometric_mask, or a truncation and a mask; see losses.CORRECTIONS
 correction_cap = 2.0            # a truncation lowers a larger ratio to this
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
@@ -92,8 +93,9 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 # the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
-# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
+# Run checks the settings and opens the run's folder, in which it keeps a copy of this script. run.resumed is
+# the checkpoint that the run resumes, or None. run.state is saved with each checkpoint; its "position" counts
+# the training rows drawn so far.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
@@ -103,15 +105,15 @@ with input_errors():                                            # a ValueError b
     # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
+    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
-    # load_policy adds the adapters, which run.adapter names.
+    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
+    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
@@ -130,31 +132,31 @@ sample = rollout.Sampler(player, rollout_engine)
 # ---------------------------------------------------------------- the loop
 # A step has N rollouts, those of all ranks together. The loop calls them by their index s, from 0 to N - 1.
 # A rollout r has these attributes:
-#     r.ids        the tokens of its row, or of an agent's rows: the prompt, the sampled and the inserted ones
+#     r.ids        all its tokens: of the prompt, sampled ones, and those that an environment has inserted
 #     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
-#     r.row        the row of the data set that it answers
+#     r.row        the record of the data set that it answers, a dict with prompt, answer and other columns
 #     r.score      the sum that the rewards gave it; NaN if it was not scored
 #     r.rewards    {index of a sampled token: the part of the score that this token earned}; they add up to it
 #     r.sampled_by the versions of the weights that sampled it; here it is {step}
 # Per-token values have two forms. {s: [len]} is a dict with one tensor per rollout, one entry for each of its
 # sampled tokens; such names are plural, as in old_logps. [C] is one tensor with the entries of a whole
-# micro-batch, one rollout after the other; such names are singular, as in old_logp. A micro-batch is a row of
-# tokens in which several rollouts are packed (packing.py), and converts one form into the other. If it holds
-# the rollouts 0 and 1, with two sampled tokens each, then C = 4, and
+# micro-batch, one rollout after the other; such names are singular, as in old_logp. A micro-batch packs
+# several rollouts into one sequence of tokens (packing.py). Its methods turn one form into the other. If it
+# holds the rollouts 0 and 1, with two sampled tokens each, then C = 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]              {s: [len]} becomes [C]
 #     batch.flat([x, y, z])               returns [x, x, y, y]              [N] becomes [C], without rollout 2
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d], so [C] to {s: [len]}
-#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each row, [C]
+#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
 # C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
-# empty ones. In a sequence_group one rank gets the results and has the loss; on the others C = 0, but the
-# backward pass reaches their part of the row.
+# empty ones. In a sequence_group one rank gets the logprobs and computes the loss. The others have C = 0, and
+# the backward pass sends them the gradients of their part of the tokens.
 # log.metrics takes figures that all ranks agree on; log.add takes figures to sum or average over the ranks.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(save_interval):
-        run.save()                                              # not if the run has just begun
+        run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
 
@@ -178,11 +180,12 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1; the engine's logp for logp
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # the engine's logp for the policy's
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. Without a score it is 0, but the loss counts the tokens.
+    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0; its tokens
+    # still count in the denominator of the loss.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
@@ -190,13 +193,13 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    # Skipped rollouts are not computed, but the loss counts their tokens. shares: what this rank computes.
+    # Skipped rollouts are not computed, but count in the loss's denominator. shares: what this rank computes.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
     # The ratio compares the policy with pi_old, the policy before the first update. If another script
     # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for that.
     stale = any(r.sampled_by != {step} for r in rollouts)
-    old_logps = None                                            # in the only update pi_old is the policy
+    old_logps = None                                            # one update per step: pi_old is the policy
     if old_logprobs == "engine" or stale and engine_correction == "none":
         old_logps = engine_logps
     elif num_mini_batches > 1:

@@ -81,8 +81,9 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 # the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
-# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
+# Run checks the settings and opens the run's folder, in which it keeps a copy of this script. run.resumed is
+# the checkpoint that the run resumes, or None. run.state is saved with each checkpoint; its "position" counts
+# the training rows drawn so far.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
@@ -92,15 +93,15 @@ with input_errors():                                            # a ValueError b
     # which the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
+    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
-    # load_policy adds the adapters, which run.adapter names.
+    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
+    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
@@ -157,7 +158,7 @@ for step in range(run.first_step, max_steps + 1):
     if run.due(eval_interval):
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(save_interval):
-        run.save()                                              # not if the run has just begun
+        run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
 

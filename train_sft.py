@@ -65,7 +65,7 @@ compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat
 with input_errors():                                            # a ValueError becomes a one-line message
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
+    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_rows and held_out have a list of examples for each row; eval_set is a list of held-out prompts.
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
@@ -100,7 +100,7 @@ for step in range(run.first_step, max_steps + 1):
             rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step)
             log.evaluate(eval_set, eval_samples, sample, scorer)        # samples, scores and logs
     if run.due(save_interval):
-        run.save()                                              # not if the run has just begun
+        run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
 

@@ -2,15 +2,19 @@
 Prompts in, sampled tokens and their logprobs out.
 
 A Rollout is a prompt together with the tokens that the policy generated for it. A Sampler makes Rollouts with
-one of two engines: VLLMEngine, or HFEngine, which is plain PyTorch. Both engines have the attributes name,
-naming (see weights.engine_weights) and allocated (the bytes that PyTorch counts for the engine), and these
-methods:
+one of two engines: VLLMEngine, or HFEngine, which is plain PyTorch. Both engines have these attributes:
 
-    add(request)                    queues a Request; raises ValueError if its row may exceed max_length
+    name        vllm or hf
+    naming      which names its weights have: those of a checkpoint, or of the module (weights.engine_weights)
+    allocated   the bytes that PyTorch counts for the engine; Run takes them off the trainer's peak
+
+They have these methods:
+
+    add(request)                    queues a Request; raises ValueError if it could exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
     abort(names)                    ends requests whose Answers nobody waits for
     load_weights(tensors, version)  loads these weights for the next steps
-    switch(version)                 loads the weights of a version that `incoming` returns
+    switch(version)                 loads the weights of this version, which train_async.py provides
     generate(requests)              calls add and step until all Requests are answered
 
 episodes.py calls add and step itself, because it adds requests while others are still being answered. With
@@ -48,9 +52,11 @@ from runtime.model_folder import load_tokenizer, model_class
 from runtime.logprobs import head_logits
 from weights import checksum, load_checked, reload_vllm
 
-# JSON may change these fields of a Rollout. from_arrays restores the first two. The others hold users' data.
+# These fields of a Rollout are saved although JSON may change them. from_arrays restores the keys of rewards
+# and the tuples of versions. The row and the completion hold the user's data, where a change is accepted.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
-# vLLM is asked for the logprobs of top_k + TIES tokens, because it keeps all that tie at the last place.
+# vLLM's top_k also keeps all tokens that are as likely as the k-th. So vLLM is asked for the logprobs of TIES
+# more tokens than top_k, and kept_sets checks that these were enough.
 TIES = 4
 
 # If vLLM 0.32 does not know a model, it takes transformers' class and wraps it for compilation. The trainer's
@@ -65,18 +71,20 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 @dataclass
 class Rollout:
-    """A prompt and what the policy generated: all tokens of the row, and which of them it sampled.
+    """A prompt and what the policy generated: a sequence of tokens, and which of them it sampled.
 
-    An agent's episode may have several rows, each with a prompt of its own. ids, spans and logprobs hold them
-    one after the other. The prompt in `row` and the completion are those of the row with the most sampled
-    tokens. All other fields describe the whole episode.
+    An agent's episode may consist of several sequences of tokens, each with a prompt of its own. ids, spans
+    and logprobs hold them one after the other, and row_starts says where each begins. The prompt in `row` and
+    the completion are those of the sequence with the most sampled tokens. All other fields describe the whole
+    episode.
     """
     ids: np.ndarray          # int32 [L]: the prompt, then sampled and inserted tokens in their order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32 [C]: the engine's logprob of each sampled token
     finish_reason: str       # stop: it ended by itself; length: it was cut off; for others see episodes.py
-    # int32 [R, 3]: where in ids each row begins, which sampled token is its first, and how many tokens its
-    # prompt has. Turns that an earlier row has as well may stand between the prompt and that token.
+    # int32 [R, 3], for each sequence: where it begins in ids, the index of its first sampled token among all
+    # sampled tokens, and how many tokens its prompt has. A later sequence may repeat turns of an earlier one.
+    # They stand after its prompt like inserted tokens, and not in spans.
     row_starts: np.ndarray
     row: dict = None         # the row of the data set that it answers
     completion: object = ""  # the text after the prompt and before a stop string, or messages if the prompt
@@ -84,7 +92,8 @@ class Rollout:
     score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
-    answered: object = None  # whether it has a final answer; None if nobody knows, or its row has none
+    answered: object = None  # whether it has a final answer; None if its row has no `answer` to compare with,
+                             # or if nobody scored it
     rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
     counts: dict = field(default_factory=dict)  # an episode's tool calls, failures and environment time
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
@@ -103,11 +112,12 @@ class Rollout:
         return r
 
     def keep(self, sets):
-        """Keep the sets that the sampled tokens were drawn from, as in Answer.kept, for the trainer.
+        """Keep the sets that the sampled tokens were drawn from, as in Answer.kept.
 
-        They become two int32 arrays: kept_ids holds the ids of all sets, one set after the other, and
-        kept_sizes [C] the sizes of the sets. A rollout that was sampled without top_k has neither, so these
-        are no fields: copy.copy(r) has them, but dataclasses.replace(r) would lose them.
+        With a top_k the engine draws each token from a small set, and the trainer has to normalise over the
+        same set. The sets become two int32 arrays: kept_ids holds the ids of all sets, one set after the
+        other, and kept_sizes [C] the sizes of the sets. A rollout that was sampled without top_k has neither,
+        so these are no fields: copy.copy(r) has them, but dataclasses.replace(r) would lose them.
         """
         self.kept_ids = np.concatenate(sets)
         self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
@@ -123,12 +133,12 @@ class Rollout:
 
     @property
     def row_lengths(self):
-        """How many sampled tokens each row has, as a list."""
+        """How many sampled tokens each sequence has, as a list."""
         return np.diff(self.row_starts[:, 1], append=len(self.logprobs)).tolist()
 
     @property
     def longest_tail(self):
-        """How many tokens follow the prompt in the row in which most do."""
+        """How many tokens follow the prompt in the sequence where the most do."""
         lengths = np.diff(self.row_starts[:, 0], append=len(self.ids))
         return max(lengths - self.row_starts[:, 2])
 
@@ -143,9 +153,9 @@ class Rollout:
 
 
 class Request(NamedTuple):
-    """A row of tokens that an engine should continue, and how."""
-    name: int                # unique among the requests that are not answered yet
-    ids: list                # the row
+    """A sequence of tokens that an engine should continue, and how."""
+    name: int                # a number, different from those of all other unanswered requests
+    ids: list                # the sequence
     seed: int
     max_tokens: int
     temperature: float = 1.0
@@ -193,7 +203,8 @@ def as_arrays(rollouts):
 def from_arrays(arrays):
     """Return the Rollouts of which as_arrays made these arrays. Without arrays there are none.
 
-    Raises ValueError if an older version of this code made them, whose row_starts were others, or missing.
+    Raises ValueError if an older version of this code made them, which wrote no "records". Its row_starts had
+    another form, or were missing.
     """
     if not arrays:
         return []
@@ -224,8 +235,8 @@ def engine_class(engine):
 def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     """Return the engine of a script's settings, with a model from a folder or hub id.
 
-    max_length: the tokens of the longest row. eos_ids: the tokens that end an answer. apart: whether no
-    trainer uses this engine's device. Raises ValueError if the engine cannot run the model.
+    max_length: how many tokens the longest sequence has. eos_ids: the tokens that end an answer. apart:
+    whether no trainer uses this engine's device. Raises ValueError if the engine cannot run the model.
     """
     kind = engine_class(settings.engine)
     try:
@@ -237,7 +248,8 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
                          f"{error!r:.300}") from error
     if settings.stop:
         engine.stop = stop_strings(settings.stop)
-        # As many tokens hold a string as it has bytes, and perhaps a few without text.
+        # No string has more bytes than the setting, and a token with text has at least one. The 8 are for
+        # tokens without text.
         engine.stop_reach = len(settings.stop.encode()) + 8
         engine.tokenizer = load_tokenizer(model)
     return engine
@@ -287,8 +299,8 @@ def jobs_for(settings, prompts, n, names, prefix="", **sampling):
     """Return n adjacent jobs per data.Prompt. A job is a pair of a row and a Request that has no name yet.
 
     names: a different text for each prompt. The Requests of a prompt have the seeds h, h + 1, ..., where h is
-    a hash of its text, the same on any rank. prefix: as in sampling_of. sampling: fields of the Requests that
-    differ from the settings.
+    a hash of this text and of the setting seed, the same on any rank. prefix: as in sampling_of. sampling:
+    fields of the Requests that differ from the settings.
     """
     sampling = {"max_tokens": settings.max_completion_length, **sampling_of(settings, prefix), **sampling}
     jobs = []
@@ -329,19 +341,17 @@ class Sampler:
         self.engine.stop_if_signalled()
         return rollouts
 
-        jobs = jobs_for(player.settings, prompts, n, names, prefix, **sampling)
 
 class Engine:
     """The part that both engines have in common. By itself it stands where no engine is needed."""
     name = "none"
     allocated = 0           # the bytes that PyTorch counts for the engine
     version = 0             # the version of the weights, as in Rollout
-    max_length = math.inf   # how many tokens a row may have
-    # load_engine sets these if there are strings that end an answer: the strings, in how many of the newest
-    # tokens one may be, and the tokenizer that reads them.
-    stop = ()
-    stop_reach = 0
-    tokenizer = None
+    max_length = math.inf   # how many tokens a sequence may have
+    # load_engine sets these three if there are strings that end an answer.
+    stop = ()               # the strings
+    stop_reach = 0          # has_stopped decodes this many of the newest tokens: any string fits in them
+    tokenizer = None        # decodes them
     incoming = None         # a function that returns the named tensors of a version; train_async.py sets it
     signalled = False       # whether a signal has come: then sampling returns nothing; runtime/run.py sets it
     bar = tqdm(disable=True)    # what a terminal shows: see progress
@@ -352,12 +362,12 @@ class Engine:
         self.in_flight = in_flight          # whether weights may change in the middle of requests
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
-        self.numbers = itertools.count()    # names for the requests of episodes
+        self.numbers = itertools.count()    # numbers that become the names of the requests of episodes
         self.completing = {}                # {token: whether it may complete a stop string}
         self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
-        """Queue a Request. Raises ValueError if its row may have more than max_length tokens."""
+        """Queue a Request. Raises ValueError if it may need more than max_length tokens."""
         longest = len(request.ids) + request.max_tokens
         if longest > self.max_length:
             raise ValueError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
@@ -366,7 +376,8 @@ class Engine:
         self.versions[request.name] = {0: self.version}
 
     def progress(self):
-        """Return a bar for `with`. In its block a terminal shows what `show` tells; nothing of it stays."""
+        """Return a progress bar for a `with` statement. A terminal shows it as long as the block runs, with
+        what `show` has last told it."""
         self.total = 0
         self.ended = 0
         self.bar = distributed.progress(unit=" tokens")
@@ -393,8 +404,9 @@ class Engine:
                 raise RuntimeError(f"the weights of version {version} come while {len(self.versions)} "
                                    "requests are unanswered: finish or abort these, or set in_flight=True")
             counts = self.sampled_counts()
-            for name, versions in self.versions.items():
-                versions[counts.get(name, 0)] = version
+            for name, request_versions in self.versions.items():
+                # From its next token on, this version samples for the request.
+                request_versions[counts.get(name, 0)] = version
         self.version = version
         load_checked(self._load, named_tensors, version)
 
@@ -447,13 +459,15 @@ class Engine:
         return any(string in text for string in self.stop)
 
     def stop_if_signalled(self):
-        """End the run if a signal has come. Run.begin puts a method of Run in the place of this one."""
+        """Do nothing. On a run's engine Run.begin replaces this method by Run.stop_if_signalled, which saves
+        and ends the run if a signal has come."""
 
     def close(self):
         """Do nothing, because this engine ends with its process. placement.py ends engines that are apart."""
 
     def _answer(self, name, ids, logprobs, finish_reason, kept=()):
-        # Closes a request. Ranks that only follow, in serve, keep no versions: nobody reads their Answers.
+        # Closes a request. Where ranks share an engine, only the first one calls add and has versions of it.
+        # The others make this Answer as well, but nobody reads it.
         versions = tuple(self.versions.pop(name, {}).items())
         return Answer(name, ids, logprobs, finish_reason, versions, kept)
 
@@ -484,7 +498,7 @@ class VLLMEngine(Engine):
         if not self.cuda:
             # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
             self.generate([Request(None, [0] * min(8, max_length - 1), seed=0, max_tokens=1)])
-        self.has_head = all(self.llm.apply_model(has_head))     # a value per rank of this engine
+        self.has_head = all(self.llm.apply_model(has_head))     # has_head says why; a value per rank
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before
         self.max_length = max_length
@@ -506,7 +520,7 @@ class VLLMEngine(Engine):
         # vLLM sets its own level only after its first warning.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         import vllm
-        gc.freeze()                             # vLLM collects garbage three times; see distributed.set_up
+        gc.freeze()                             # vLLM collects garbage three times, and skips what is frozen
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()
         if not self.cuda and (config.is_hybrid or config.is_attention_free):
@@ -516,14 +530,14 @@ class VLLMEngine(Engine):
             # The prefix cache holds whole blocks, and the default of 128 tokens is longer than most turns.
             arguments["block_size"] = 32
         if self.apart or self.in_flight:
-            arguments["async_scheduling"] = False               # or the next step begins before a switch
-        if "RANK" in os.environ:
+            arguments["async_scheduling"] = False               # or a step begins before its weights come
+        if "RANK" in os.environ:                # torchrun has started all processes, so vLLM starts none
             arguments["distributed_executor_backend"] = "external_launcher"
         llm = vllm.LLM(
             **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
             enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
-            hf_overrides={"head_dtype": "float32"},
+            hf_overrides={"head_dtype": "float32"},  # for logits; vLLM 0.25 needs compute_logits_in_float32
             logprobs_mode="processed_logprobs",      # after temperature, min_p, top_k and top_p
             max_logprobs=-1,                         # no limit for requests; by default it is 20
             enable_chunked_prefill=self.cuda)        # CPU: a split prompt breaks seeded requests
@@ -531,6 +545,8 @@ class VLLMEngine(Engine):
         return llm
 
     def serve(self, jobs, play):
+        # At each of its steps the first rank broadcasts (version, requests, aborted), and after the last step
+        # "all played". The other ranks take the same steps.
         place = self.group.rank_in_group
         jobs_of_ranks = [jobs] * self.group.world_size
         if self.group.world_size > 1:
@@ -541,7 +557,7 @@ class VLLMEngine(Engine):
             self.group.broadcast_object("all played")
         else:
             while True:
-                message = self.group.broadcast_object()         # a step that the first rank takes in play
+                message = self.group.broadcast_object()
                 if message == "all played":
                     break
                 version, requests, aborted = message
@@ -599,10 +615,10 @@ class VLLMEngine(Engine):
             if output.finished:
                 (sample,) = output.outputs
                 flat = sample.logprobs
-                # A token's logprobs begin with its own.
+                # flat has one logprob or more for each sampled token, of which the first is the token's own.
                 logprobs = [flat.logprobs[first] for first in flat.start_indices]
                 kept = ()
-                if len(flat.logprobs) > len(logprobs):
+                if len(flat.logprobs) > len(logprobs):          # there are others, because count was not 0
                     kept = kept_sets(flat, vocab_size)
                 answers.append(self._answer(int(output.request_id), list(sample.token_ids), logprobs,
                                             sample.finish_reason, kept))
@@ -610,16 +626,18 @@ class VLLMEngine(Engine):
         return answers
 
     def _load(self, named_tensors):
+        # Loads weights. Returns {name: checksum} of the tensors that have arrived, for weights.load_checked.
         self._wake(["weights"])                                 # the KV cache sleeps until the next step
         if not self.cuda:
             self.llm.apply_model(drop_kernels)
         # A reload processes the weights again as when the model was loaded: the CPU build packs weights of
         # linear layers and drops the originals, and some GPUs have experts in another layout.
-        held = reload_vllm(self.llm, named_tensors, self.group.world_size, self.has_head)
-        # If the engine has slept, its cache is empty.
-        if not (self.asleep or self.llm.reset_prefix_cache() or self.in_flight):
-            raise RuntimeError("vLLM keeps what the old weights computed, because a request is in flight")
-        return held
+        checksums = reload_vllm(self.llm, named_tensors, self.group.world_size, self.has_head)
+        if not self.asleep:                                     # a cache that sleeps is empty
+            emptied = self.llm.reset_prefix_cache()
+            if not (emptied or self.in_flight):
+                raise RuntimeError("vLLM keeps what the old weights computed, because a request is in flight")
+        return checksums
 
     def _sleep(self):
         if self.sleeps and self.asleep != {*self.PARTS}:
@@ -654,8 +672,8 @@ def kept_sets(flat, vocab_size):
 
 
 def watch(detokenizer, has_stopped):
-    # Lets vLLM end a request at a stop string, as it does with a tokenizer of its own: it then asks `update`,
-    # after each token, for the string that was found.
+    # Lets vLLM end a request at a stop string, as it does with a tokenizer of its own: vLLM calls `update`
+    # after each token, and ends the request if it returns a string, or anything else that is true.
     def update(new_token_ids, stop_terminated):
         detokenizer.token_ids += new_token_ids
         return has_stopped(detokenizer.token_ids)
@@ -740,6 +758,7 @@ class HFEngine(Engine):
         network = model_class(config).from_pretrained(model, dtype=dtype, attn_implementation=attention)
         self.model = network.to(self.device).eval()
         head = self.model.get_output_embeddings()
+        # It computes logits in float32, as the trainer does, and only of the last position.
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias)[:, None]
         # A model with another kind of cache than this engine expects fails here.
         self.generate([Request(None, ids, seed=0, max_tokens=3) for ids in ([0], [0], [0, 0])])
@@ -757,8 +776,8 @@ class HFEngine(Engine):
                                for request in requests]).to(self.device)
         ids = pad_sequence([torch.tensor(request.ids) for request in requests], batch_first=True,
                            padding_value=-1, padding_side="left").to(self.device)               # [R, L]
-        # Requests that continue the same row share the first forward: ids becomes [B, L], each row once, and
-        # row_of [R] says which of them a request continues.
+        # Requests with the same ids share the first forward: ids becomes [B, L], where no two rows are equal,
+        # and row_of [R] is the row of each request.
         ids, row_of = ids.unique(dim=0, return_inverse=True)
         mask = (ids >= 0).long()
         ids = ids.clamp(min=0)
@@ -767,7 +786,7 @@ class HFEngine(Engine):
         kept = [[] for _ in requests]                           # of each: what its tokens were drawn from
         lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
         alive = lengths == 0                                    # [R]: False for requests that have ended
-        stopped = lengths > 0                                   # [R]: True for those that ended by themselves
+        stopped = ~alive                                        # [R]: True for those that ended by themselves
         count = len(requests)                                   # how many are alive
         rows = torch.arange(count, device=self.device)          # the requests that are still computed
         cache = DynamicCache(config=self.model.config)
@@ -775,6 +794,8 @@ class HFEngine(Engine):
             if self.signalled:
                 return []
             distributed.watchdog.moved()
+            # The place of each token in its sequence, where the padding does not count. ids holds only the
+            # tokens of this forward, and the mask all tokens.
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]
@@ -818,11 +839,11 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _load(self, named_tensors):
-        held = {}
+        checksums = {}
         for name, tensor in named_tensors:
             parameter = self.model.get_parameter(name).copy_(tensor)
-            held[name] = checksum(parameter.to(tensor.dtype))   # some are kept in float32
-        return held
+            checksums[name] = checksum(parameter.to(tensor.dtype))          # some are kept in float32
+        return checksums
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0, min_p=0.0):
@@ -855,7 +876,7 @@ def truncated(probs, top_p, top_k, min_p):
     # Returns the probabilities with 0 for all tokens but those that sample_tokens draws from.
     ranked, order = probs.sort(-1, descending=True)
     ranked[ranked < min_p * ranked[:, :1]] = 0
-    # A token is dropped if the likelier ones already hold top_p of the probability.
     ranked[:, top_k or len(ranked[0]):] = 0
+    # A token is dropped if the likelier ones already hold top_p of the probability that is left.
     ranked[ranked.cumsum(-1) - ranked >= top_p * ranked.sum(-1, keepdim=True)] = 0
     return torch.zeros_like(probs).scatter(-1, order, ranked)

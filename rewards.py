@@ -40,7 +40,9 @@ def content(completion):
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
-# This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box.
+# This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box. Spaces, the *
+# of bold text and the $ of LaTeX may stand around it, a letter and = before it, and a brace or a full stop
+# after it. More than 300 digits are not read, because Fraction would refuse 4,301 of them.
 NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
                     r"([-+]?\d{1,300}(?:\.\d{1,300}|/[1-9]\d{0,300})?)[\s*$}.]*\Z", re.IGNORECASE)
 
@@ -74,7 +76,7 @@ def math_verify(prompts, completions, answer, **columns):
 # Tasks whose own reward is not exact_accuracy.
 TASK_REWARDS = {"algebra": accuracy, "arithmetic": accuracy}
 # Tasks whose own reward is loaded like one of yours, because only the runs that use it should import it.
-OWN_REWARDS = {"reasoning_gym": "tasks.reasoning_gym:gym_score"}
+TASK_REWARD_SPECS = {"reasoning_gym": "tasks.reasoning_gym:gym_score"}
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Reward:
     function: object = None     # the function; None if the process that calls it has to load it from spec
     spec: str = ""              # file.py:function
     form: str = "TRL"           # the arguments that it takes: TRL, verl (for one completion), or verl batch
-    at_once: bool = False       # it is async: each completion has a call, and many calls run at the same time
+    is_async: bool = False      # each completion has a call of its own, and many calls run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
     batch_failed: bool = False  # a call for several completions has failed, so each now has a call of its own
 
@@ -108,7 +110,8 @@ def load_reward(spec, task):
     if not spec:
         return Reward("accuracy", TASK_REWARDS.get(task.partition(":")[0], exact_accuracy))
     if spec == "math_verify":
-        load_from("math_verify:parse", "reward", "function")    # raises if the package is not installed
+        # It raises if the package is not installed. Its other arguments are words for its messages.
+        load_from("math_verify:parse", "reward", "function")
         spec = "rewards:math_verify"
     if spec.endswith(".py"):
         spec += ":compute_score"
@@ -120,8 +123,10 @@ def load_reward(spec, task):
             form = "verl"
         elif "solution_strs" in parameters:
             form = "verl batch"
-    at_once = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
-    return Reward(name_of(function), None, spec, form, at_once, "environments" in parameters)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
+    # A Reward goes from one process to another, and a function of a file cannot. So call_reward loads it again,
+    # where it calls it.
+    return Reward(name_of(function), None, spec, form, is_async, "environments" in parameters)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -143,7 +148,7 @@ def columns_of(rollouts, settings):
     return columns | {
         "prompts": [row["prompt"] for row in rows],
         "completions": copy.deepcopy([r.completion for r in rollouts]),
-        "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
+        "completion_ids": [r.ids[len(r.prompt_ids):].tolist() for r in rollouts], "trainer_state": states}
 
 
 def verl_arguments(columns, i):
@@ -162,10 +167,11 @@ def verl_arguments(columns, i):
 
 def arguments_of(reward, function, columns, logs):
     # Returns the arguments for a call of the reward's function. logs: {name: function}, by which the function
-    # may log. `accepted` leaves out what the function does not take; verl's functions get logs only by name.
+    # may log. `accepted` leaves out what the function does not take. A function of verl's form gets one of
+    # these only if it has a parameter of this name, because its **kwargs are for columns.
     name = f"reward {reward.name}"
     if reward.form == "TRL":
-        state = columns["trainer_state"][-1]                    # TRL has one for all completions
+        state = columns["trainer_state"][-1]                    # one for all completions, as in TRL
         return accepted(function, columns | logs | {"trainer_state": state}, name)
     rows = [verl_arguments(columns, i) for i in range(len(columns["completions"]))]
     if reward.form == "verl":
@@ -177,14 +183,19 @@ def arguments_of(reward, function, columns, logs):
 def call_reward(reward, columns, timeout, end, workers):
     """Call a reward once and return a Result for each completion in the columns.
 
-    An async reward is called for each completion instead, `workers` calls at the same time (0: 64), and the
-    list has Failed or TimeUp in place of the Result of a call that fails. timeout: the seconds after which an
-    async function is cancelled; 0 sets no limit. Raises Failed if the function raises, TimeUp if it takes too
-    long or if the time `end` of time.monotonic has come, and ValueError if a column is missing or if the
-    function returns what it must not.
+    An async reward is called once for each completion instead, in threads. The list then has Failed or TimeUp
+    in place of the Result of a call that fails.
+
+    timeout   the seconds after which an async function is cancelled; 0 sets no limit
+    end       the time of time.monotonic from which on no call may begin
+    workers   how many calls of an async reward run at the same time; 0 stands for 64
+
+    Raises Failed if the function raises, TimeUp if it takes too long or if `end` has come, and ValueError if
+    a column is missing or if the function returns what it must not.
     """
     completions = columns["completions"]
-    if reward.at_once and len(completions) > 1:
+    if reward.is_async and len(completions) > 1:
+        # Each thread calls this function again, for a single completion.
         call = partial(call_reward, reward, timeout=timeout, end=end, workers=workers)
         with ThreadPoolExecutor(workers or 64) as pool:
             return [*pool.map(partial(attempt, call, columns), range(len(completions)))]
@@ -193,7 +204,7 @@ def call_reward(reward, columns, timeout, end, workers):
     function = reward.function or load_from(reward.spec, "reward", "function")
     logged = [{} for _ in completions]
     arguments = arguments_of(reward, function, columns, logging_into(logged))
-    returned, error, _ = outcome(partial(function, **arguments), timeout)
+    returned, error, _ = outcome(partial(function, **arguments), timeout)       # the third is its time
     if error:
         raise error
     if reward.form == "verl":
@@ -233,8 +244,9 @@ def result_of(name, returned, text, logged):
             parts = {name: returned}
         numbers = {}
         for key, value in parts.items():
-            # verl's functions may return, next to the score, entries that are not numbers.
-            if key == "score" or "score" not in parts or hasattr(value, "__float__"):
+            only_logged = "score" in parts and key != "score"
+            # verl's functions may return entries next to the score that are no numbers. These are left out.
+            if not only_logged or hasattr(value, "__float__"):
                 numbers[str(key)] = math.nan if value is None else as_float(value)
         return Result(numbers, steps, logged)
     except (TypeError, ValueError) as error:
@@ -264,10 +276,12 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
     """
     call = partial(call_reward, reward, timeout=timeout, end=end, workers=workers)
     if process:
-        # The calls of an async reward have limits of their own.
-        call = partial(process.call, 0 if reward.at_once else timeout, call)
+        # The calls of an async reward have limits of their own, so all of them together have none.
+        limit = 0 if reward.is_async else timeout
+        call = partial(process.call, limit, call)
     count = len(columns["completions"])
-    together = count > 1 and (reward.at_once or not (reward.form == "verl" or reward.batch_failed))
+    one_by_one = reward.form == "verl" or reward.batch_failed
+    together = count > 1 and (reward.is_async or not one_by_one)
     # The results are, for each completion, its Result or the error of its call, Failed or TimeUp.
     if together:
         try:
@@ -280,7 +294,7 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
     if not together:
         results = [attempt(call, columns, i) for i in range(count)]
     if process and any(isinstance(result, TimeUp) for result in results):
-        process.end()                           # because calls of an async reward may go on
+        process.end()       # calls of an async reward may go on in it; the next call starts a new process
     return apply_reward_errors(reward, columns["completions"], results, reward_errors)
 
 
@@ -292,7 +306,7 @@ def apply_reward_errors(reward, completions, results, reward_errors):
     unscored    a completion whose call failed gets the parts that others have, each NaN, and no score
     zero        it gets these parts with the value 0
     """
-    names = {}
+    names = {}                                  # a dict as a set that keeps its order
     for result, completion in zip(results, completions):
         if isinstance(result, Result):
             names |= result.parts
@@ -319,6 +333,7 @@ def token_at(character, rollout, tokenizer):
     text = content(rollout.completion)
 
     def reaches(t):
+        # Whether the first t + 1 tokens spell the text as far as this character. The first such t is wanted.
         return tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
 
     return bisect.bisect_left(range(len(ids)), True, key=reaches)
@@ -339,12 +354,14 @@ class Scorer:
 
     The weights are those of reward_weights, or 1. If the settings name neither a reward nor an environment
     that gives rewards, the reward is the task's own. A rollout has no score (NaN) if no source gave anything,
-    if its episode failed, if the reward model could not score it, or if a reward failed. But the failure of a
-    reward whose parts have the weight 0 does not count, and with reward_errors=zero the parts are 0.
+    if its episode failed, if the reward model could not score it, or if a reward failed. With
+    reward_errors=zero a reward that failed gives its parts the value 0 instead. A reward or a model whose
+    weight is 0 may fail.
 
     A rollout also gets `rewards`, {index of a sampled token: the part of the score that this token earned}.
     The scores of steps and turns belong to tokens of their own, and the remainder goes to the last token.
-    The attributes problem, extra and answered, which are set as well, are explained in rollout.Rollout.
+    It also gets problem (why a reward failed), extra (what rewards logged) and answered (whether its text has
+    a final answer).
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     player: the episodes.Player that plays what is scored. Raises ValueError if a reward or the reward model
@@ -357,7 +374,8 @@ class Scorer:
         self.player = player
         self.environment = player.rewards_as    # the environment's class if it gives rewards, otherwise ""
         self.weights = part_weights(s.reward_weights)           # {name of a part: weight}
-        # The seconds in which all calls of a batch have to begin; evaluate_model.py sets no limit.
+        # The seconds in which all calls of a batch have to begin. The last one may take call_timeout as well,
+        # which makes ten times call_timeout. evaluate_model.py sets no limit.
         self.budget = 9 * s.call_timeout or math.inf
         self.processes = {}                     # {file or module: the UserProcess that calls its functions}
         self.rewards = []                       # pairs (Reward, the UserProcess that calls it, or None)
@@ -367,24 +385,26 @@ class Scorer:
         if reward_specs == ["none"]:
             reward_specs = []
         elif not reward_specs and not (self.environment or s.agent):
-            reward_specs = [OWN_REWARDS.get(s.task.partition(":")[0], "")]
+            # "" stands for a task's own reward in this file: see load_reward.
+            reward_specs = [TASK_REWARD_SPECS.get(s.task.partition(":")[0], "")]
         for spec in reward_specs:
             reward, process = self._load(spec)
-            if reward.environments and player.make:
+            if reward.environments and player.make:             # make: None unless episodes are played
                 self.episode_rewards.append(reward)
             else:
                 self.rewards.append((reward, process))
         if s.agent:
             self.episode_rewards.append(Reward(player.name, agent_scores, environments=True))
         if self.episode_rewards:
+            # The Player calls it at the end of each episode, before the environment is reset for another one.
             player.score_ended = self._score_ended
         if s.reward_model:
             # Only the runs that use a reward model import this.
             from runtime.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
+        only_reward = [(Reward("accuracy", accuracy), None)]    # the own reward of algebra and arithmetic
         # Such a run only compares numbers, and runs no code of the user's that might hang or raise.
-        self.only_accuracy = self.rewards == [(Reward("accuracy", accuracy), None)] and not (
-            self.model or self.weights or player.make)
+        self.only_accuracy = self.rewards == only_reward and not (self.model or self.weights or player.make)
         if not (self.rewards or self.episode_rewards or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
@@ -396,6 +416,8 @@ class Scorer:
         # of their own. Without a time limit they are called in this process, where a debugger finds them; so
         # is a reward that reads environments, or stands in the file of their class.
         if spec and s.call_timeout and source != source_of(s.environment):
+            # The process begins with this call each time that it is started, so that the time in which the
+            # file is loaded does not count. Here the call is repeated for its result.
             load = load_reward, spec, s.task
             process = self.processes.setdefault(source, UserProcess(STARTED_IN, *load))
             reward = process.call(0, *load)
@@ -418,11 +440,11 @@ class Scorer:
                              f"call_timeout={s.call_timeout:g}")
         names = {self.environment} - {""}
         for name, results in sources:
-            counting = set()
+            counted_names = set()
             for result in results:
-                counting.update(counted(result.parts))
-            # A reward that returned None twice may still have a part of its name.
-            names |= counting or {name}
+                counted_names.update(counted(result.parts))
+            # A reward that gave neither completion a score has shown no parts. It may have one of its name.
+            names |= counted_names or {name}
         # A call that has failed for made-up completions may succeed for others.
         for reward, _ in self.rewards:
             reward.batch_failed = False
@@ -433,7 +455,7 @@ class Scorer:
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        if rollouts and not self.only_accuracy:
+        if rollouts and not self.only_accuracy:                 # _score needs at least one rollout
             self._score(rollouts)
             return
         for r in rollouts:
@@ -471,9 +493,11 @@ class Scorer:
                     token = token_at(character, r, self.player.tokenizer)
                     token_rewards[token] += self.weights[name] * value
             if self.environment:
+                # The episode has set r.rewards to what its environment gave. NaN says that it is not scored.
                 total = sum(r.rewards.values())
                 self._add(r, Result({self.environment: total}))
-                if not math.isnan(total):                       # get_reward has not returned None
+                if not math.isnan(total):
+                    # Nothing is overwritten, because _add refuses the steps of an episode.
                     for token, value in r.rewards.items():
                         token_rewards[token] = self.weights[self.environment] * value
             no_model_score = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]
@@ -483,8 +507,8 @@ class Scorer:
             if r.row.get("answer") is not None:
                 r.answered = extract_answer(content(r.completion)) is not None
             remainder = r.score - sum(token_rewards.values())
-            # Rounding leaves less than 1e-9, and NaN is not less.
-            if not token_rewards or not abs(remainder) < 1e-9:
+            only_rounding = abs(remainder) < 1e-9               # False for NaN, which a token has to keep
+            if not (token_rewards and only_rounding):
                 token_rewards[len(r.logprobs) - 1] += remainder
             r.rewards = dict(token_rewards)
         return sources
@@ -508,7 +532,7 @@ class Scorer:
                              f"{', '.join(twice)}")
         r.parts = r.parts | parts
         r.extra = r.extra | logged
-        summands = [r.score]
+        summands = [r.score]                    # NaN as long as no source has given anything
         for name, value in counted(parts).items():
             summands.append(self.weights[name] * value)
             if self.weights[name]:
@@ -518,8 +542,11 @@ class Scorer:
 
 
 def agent_scores(environments):
-    """Return the score that each agent returned for its episode; this is a reward of the episodes."""
-    return [episode.score for episode in environments]
+    """Return the score that each agent returned for its episode: the reward of a run with an agent.
+
+    environments: the endpoint.AgentSessions, which stand where a reward finds environments otherwise.
+    """
+    return [session.score for session in environments]
 
 
 def part_weights(text):
@@ -533,7 +560,7 @@ def part_weights(text):
             name, weight = pair.rsplit(":", 1)
             if not name:
                 raise ValueError("a weight without a name")
-            weights[name] = as_float(float(weight))
+            weights[name] = as_float(float(weight))             # as_float refuses NaN and infinity
     except ValueError as error:
         raise ValueError(
             f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5") from error

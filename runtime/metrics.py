@@ -29,8 +29,9 @@ from runtime.user_code import source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 1_000_000               # bytes of a run's folder for what differs from the commit, and for new code
+LIMIT = 1_000_000               # how many characters changes.diff may have, and how many bytes user_code/
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
+# token_loss comes from train_sft.py. What the other scripts log as loss is only in metrics.jsonl.
 CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
            ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
@@ -41,7 +42,7 @@ CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
 # ---------------------------------------------------------------- figures of rollouts
 
 def evaluated(prompts, k, sample, scorer, name="eval", **sampling):
-    """Return k adjacent scored rollouts per data.Prompt, on each rank those of all ranks, in their order.
+    """Return k adjacent scored rollouts per data.Prompt, in the order of the prompts. Every rank gets all.
 
     Each rank samples for its share of the prompts. The seeds come from a prompt's place, so they are the same
     every time and for any number of ranks. sample: a rollout.Sampler; sampling: keywords for it. scorer: a
@@ -63,11 +64,16 @@ def evaluation_metrics(rollouts, k, name="eval"):
     pass@k  the mean over prompts of the best of k scores; for scores of 0 and 1 this is how often any of the
             k answers is right
     maj@k   the mean over prompts of the score of the commonest answer: see majority
-    The figures over all prompts are called {name}/..., those over the prompts of a source
-    {name}/{source}/.... Completions without a score are ignored. The mean of each part is
-    {name}/rewards/{part}/mean. mean_length is the number of sampled tokens, clipped_ratio the share of
-    completions that were cut off, right_ended the share of those with a score above 0 that ended by
-    themselves, and unscored counts those whose reward or episode failed.
+
+    Completions without a score are ignored. These figures are called {name}/mean@k and so on for all prompts
+    together, and {name}/{source}/mean@k for the prompts of each source. Those below exist only for all
+    prompts together:
+
+    {name}/rewards/{part}/mean   the mean of a part of the score
+    {name}/mean_length           the mean number of sampled tokens
+    {name}/clipped_ratio         the share of completions that were cut off
+    {name}/right_ended           of the completions with a score above 0, the share that ended by themselves
+    {name}/unscored              how many completions have no score, or the score 0 because a reward failed
     """
     values = defaultdict(list)
     for i in range(0, len(rollouts), k):
@@ -96,8 +102,8 @@ def evaluation_metrics(rollouts, k, name="eval"):
 def majority(rollouts):
     """Return the rollout whose answer has the most votes, the first one in a tie.
 
-    An answer has the votes of all that it would be right for, as 1/2 is for 0.5, and B for B) 12. A
-    completion without an answer has no vote.
+    Each answer gets a vote from every answer that it would agree with if that were the truth. So 1/2 gets a
+    vote from 0.5, and B from "B) 12". A completion without an answer has no vote.
     """
     answers = []
     for r in rollouts:
@@ -107,6 +113,7 @@ def majority(rollouts):
         answers.append(extract_answer(text) or "")
     votes = []
     for answer in answers:
+        # Where comparison returns None, only algebra could tell.
         votes.append(sum(comparison(answer, other) is True for other in answers))
     return rollouts[votes.index(max(votes))]
 
@@ -114,14 +121,16 @@ def majority(rollouts):
 def failures(rollouts):
     """Return a text for each rollout without a score, or with the score 0 because a reward failed."""
     failed = [r for r in rollouts if r.problem or math.isnan(r.score)]
+    # counts has the problem of an episode, and r.problem that of a reward.
     return [r.counts.get("problem") or r.problem or "the reward gave no score" for r in failed]
 
 
 def rollout_metrics(rollouts, n, group_std, engines):
     """Return the figures of sampled and scored rollouts for a log; means ignore NaN.
 
-    n: the number of adjacent rollouts per prompt. group_std: losses.group_std. engines: how many engines
-    sampled them. The time that environments took is given per engine.
+    n: the number of adjacent rollouts per prompt. group_std: losses.group_std. It is an argument, because
+    files in runtime/ import no formulas. engines: how many engines sampled them. The time that environments
+    took is given per engine.
     """
     lengths = [len(r.logprobs) for r in rollouts]
     scores = [r.score for r in rollouts]
@@ -136,13 +145,14 @@ def rollout_metrics(rollouts, n, group_std, engines):
         "rewards/unscored": len(scores) - len(scored),
         **reward_means(rollouts, "rewards"),
         **part_means([r.extra for r in rollouts], "logged"),
+        # This is the end of what user_code.TimeUp says.
         "rewards/timeouts": sum("(call_timeout)" in r.problem for r in rollouts),
         "completions/sampled_tokens": sum(lengths),
         "completions/mean_length": mean_or_zero(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": mean_or_zero([r.finish_reason == "length" for r in rollouts])}
-    if any(r.counts for r in rollouts):
+    if any(r.counts for r in rollouts):         # single answers have none
         figures |= episode_metrics(rollouts, engines)
     return figures
 
@@ -183,13 +193,14 @@ def reward_means(rollouts, prefix):
 def part_means(dicts, prefix):
     """Return {prefix/name/mean: mean} of the numbers in dicts. The mean of no numbers is 0."""
     numbers = defaultdict(list)
-    for part in dicts:
-        for name, value in part.items():
+    for values_by_name in dicts:
+        for name, value in values_by_name.items():
             if not isinstance(value, str):
                 numbers[name].append(value)
     figures = {}
     for name, values in numbers.items():
-        finite = [value for value in values if abs(value) < 1e300]      # no NaN, and their sum is finite too
+        # NaN is left out, and so is what could make their sum infinite.
+        finite = [value for value in values if abs(value) < 1e300]
         figures[f"{prefix}/{name}/mean"] = math.fsum(finite) / max(len(finite), 1)
     return figures
 
@@ -203,9 +214,12 @@ def sample_lines(rollouts, n, tokenizer, step):
     lines = []
     for r in rollouts[:8 * n:n]:
         line = {"step": step, "prompt": r.row["prompt"],
+                # The completion of an episode has several messages.
                 "completion": r.completion if r.counts else plain_text(r.completion), "reward": r.score,
                 "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
+                # batch_decode returns a text for each row of ids, [n, 1], and so for each token.
                 "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
+                # + 0.0 makes 0.0 of -0.0.
                 "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist()}
         if r.extra:
             line["extra"] = r.extra
@@ -231,13 +245,15 @@ class RunLog:
     ends the run. Attributes besides these:
 
     master          whether this is rank 0
-    history         on rank 0, the metrics of all steps, for health.news
+    history         on rank 0, the metrics of all steps, for health.news, which warns where they look wrong
     reported        the problems that the console has named, because it names each only once
     first_rollouts  the rollouts of the first steps, for health.same_scores
     board           on rank 0, TensorBoard's writer
     metrics         figures of this step that all ranks agree on; scripts add to them
-    totals, counts  what `add` was given in this step: {name: sum}, and {name: how many values} of means
-    begun           the state with which the step began, and after an evaluation with its figures
+    totals          {name: the sum of the values that `add` was given in this step on this rank}
+    counts          {name: how many values these were}, only for means
+    begun           what a stop in the middle of the step saves: a copy of the state from the beginning of the
+                    step, or from the end of the step's evaluation
     started         when the step began
     """
 
@@ -267,6 +283,7 @@ class RunLog:
 
     def start(self, step):
         """Begin the line of a step, with the figures of its evaluation if a resumed run knows them."""
+        # state["evaluated"] is {"step": step, and the figures of its evaluation}. Checkpoints hold it too.
         if self.state["evaluated"].get("step") != step:
             self.state["evaluated"] = {"step": step}
         self.metrics = dict(self.state["evaluated"])
@@ -306,6 +323,7 @@ class RunLog:
     def evaluate(self, prompts, k, sample, scorer, name="eval", **sampling):
         """Sample k completions per prompt as `evaluated` does, and log an evaluation. A collective."""
         with self.timed("eval"):
+            # By this prefix the Sampler reads eval_temperature and so on: see rollout.sampling_of.
             rollouts = evaluated(prompts, k, sample, scorer, name, prefix="eval_", **sampling)
             self.evaluation(rollouts, k, name)
 
@@ -325,7 +343,7 @@ class RunLog:
         best_by = self.settings.get("best_by") or f"eval/mean@{k}"
         if len(failed) <= len(rollouts) / 10 and best_by in figures:
             self.state["eval_scores"][str(step)] = figures[best_by]
-        self.begun = copy.deepcopy(self.state)                  # so that a stop while sampling saves it
+        self.begun = copy.deepcopy(self.state)                  # a stop in this step saves these figures too
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         texts = [f"{key} {value:.3f}" for key, value in figures.items()]
         self.say("  ".join([f"step {step:3d}", *texts[:3]]))
@@ -343,10 +361,14 @@ class RunLog:
         for rank_totals, rank_counts in distributed.gathered([(totals_here, self.counts)]):
             totals.update(rank_totals)
             counts.update(rank_counts)
-        # A mean of nothing is left out, and the count of a sum is 1.
-        figures = {name: total / counts.get(name, 1) for name, total in totals.items() if counts.get(name, 1)}
+        figures = {}
+        for name, total in totals.items():
+            count = counts.get(name, 1)                         # a sum has no count
+            if count:                                           # a mean of nothing is left out
+                figures[name] = total / count
         self.metrics = figures | self.metrics
-        if counts["entropy"]:                                   # it has a value for each token of each update
+        # Scripts that train completions add the entropy of each token in each update; train_sft.py adds none.
+        if counts["entropy"]:
             self.metrics["completions/trained_tokens"] = counts["entropy"]
         for name, value in self.metrics.items():
             if not isinstance(value, (int, float)):
@@ -386,22 +408,23 @@ class RunLog:
         if step == health.FIRST_STEPS - 1:
             self.say(health.same_scores(self.first_rollouts))
             self.first_rollouts.clear()
-        mixed = health.mixed_groups(rollouts, self.settings)
-        if mixed not in self.reported:
-            self.reported.add(mixed)
-            self.say(mixed)
+        warning = health.mixed_groups(rollouts, self.settings)              # or "", and nothing is printed
+        if warning not in self.reported:
+            self.reported.add(warning)
+            self.say(warning)
         texts = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]
         self.say("  ".join([f"step {step:3d}", *texts, f"{seconds:.1f} s"]))
 
     def report(self):
-        """Write report.html, in a process of its own, which says so, and whose failure costs nothing else."""
+        """Write report.html in a process of its own, which prints its place. If it fails, the run goes on."""
         if self.master:
             subprocess.run([sys.executable, ROOT / "report.py", self.out_dir])
 
 
 def thread_failed(details):
-    # Shows the error of a thread, unless it is TensorBoard's: `write` gets that one as well. If both threads
-    # wrote to the console at once, the message could be lost.
+    # Shows the error of a thread, except of TensorBoard's. That thread also passes its error on to the next
+    # call of `board`, so that `write` ends the run with it. If both threads wrote to the console at once, the
+    # message could be lost.
     if not type(details.thread).__module__.startswith("tensorboard"):
         threading.__excepthook__(details)
 
@@ -449,6 +472,7 @@ def git(*command):
 def keep_code(settings, folder):
     """Copy the user's code to a folder, up to LIMIT bytes: files that the settings name, then *.py files of
     the project that git does not know yet. Below the folder a copy has the full path of its file."""
+    # Any setting may name files, as in file.py:name,other.py:name. What names no file is left out below.
     paths = [source_of(spec) for spec in specs(",".join(map(str, settings.values())))]
     # -z: without it git would write bäume.py in quotes and in numbers.
     new = git("ls-files", "-z", "--others", "--exclude-standard", "--exclude=user_code", "*.py")

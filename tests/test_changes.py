@@ -484,7 +484,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
          f"eval_file='{tmp_path}/hard.jsonl', eval_prompts=0)\n"
          "    scorer = rewards.Scorer("),
         ("    if run.due(save_interval):",
-         "        log.evaluate(hard_set, 1, sample, scorer, 'eval/hard', temperature=0, length=16)\n"
+         "        log.evaluate(hard_set, 1, sample, scorer, 'eval/hard', temperature=0, max_tokens=16)\n"
          "    if run.due(save_interval):"),
         ("longest = max_prompt_length + max_completion_length ", "longest = max_prompt_length + 16 "))
     arguments = small(folder, reward_file, "--max_steps=1")
@@ -502,7 +502,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     plain, _ = train(folder, tmp_path / "plain", reward_file, "--max_steps=1", ranks=2)
     assert plain[1]["eval/mean@2"] == metrics[1]["eval/mean@2"]
     script = changed(tmp_path, ("log.evaluate(eval_set, eval_samples, sample, scorer)",
-                                "log.evaluate(eval_set, eval_samples, sample, scorer, length=99)"))
+                                "log.evaluate(eval_set, eval_samples, sample, scorer, max_tokens=99)"))
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/cut", code=1)
     assert re.search(r"a row of \d+ tokens: the engine was made for 76", output)
 

@@ -351,9 +351,10 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
 @pytest.mark.parametrize("name", ["", "Echo"])
 def test_evaluations_sample_by_settings_of_their_own(engine, games, name):
     """-1 takes the training's, and a temperature in the call comes before all."""
-    settings = SimpleNamespace(seed=0, max_completion_length=12, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0,
-                               eval_temperature=0.0, eval_top_p=-1.0, eval_top_k=-1, eval_min_p=-1.0)
-    sample = rollout.Sampler(settings, TOKENIZER, player(games, name), engine)
+    plays = player(games, name, seed=0, max_completion_length=12, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0,
+                   eval_temperature=0.0, eval_top_p=-1.0, eval_top_k=-1, eval_min_p=-1.0)
+    settings = plays.settings
+    sample = rollout.Sampler(plays, engine)
     prompts = prompts_for([{}, {}])
 
     def ids(**sampling):

@@ -60,7 +60,8 @@ def random_sets(rows, vocabulary, largest=7):
 
 def keep(rollouts, sets):
     for r, kept in zip(rollouts, sets, strict=True):
-        r.keep([np.array(ids, dtype=np.int32) for ids in kept])
+        if kept:
+            r.keep([np.array(ids, dtype=np.int32) for ids in kept])
 
 
 def assert_same_gradients(policy, plain):

@@ -259,7 +259,7 @@ RULES = (
      " teaches nothing without kl_estimator=k1_advantage and a kl_coef above 0"),
     # what a step of DAPO trains on
     (lambda max_num_gen_batches, advantage:
-     max_num_gen_batches == 0 or advantage not in ("reinforce++", "grpo_process", "turns", "none"),
+     max_num_gen_batches == 0 or advantage not in ("reinforce++", "turns", "none"),
      " leaves out prompts that teach something with advantage={advantage}"),
     (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
      ": more than max_completion_length={max_completion_length}"))

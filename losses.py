@@ -26,9 +26,9 @@ from torch.nn.utils.rnn import pad_sequence
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   rewards: for each completion a dict {index of a sampled token: the part of the score that this token
-#   earned}. A function that reads them calls shaped first: a KL or a penalty may have changed the score.
+#   earned}. They add up to the score as it was before a KL or a penalty changed it.
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
-# reinforce++_baseline, and from grpo_process and turns if its completions have several rewards.
+# reinforce++_baseline, and from turns if its completions have several rewards.
 
 def in_groups(values, num_generations):
     """Return values [N] as [P, G]. Raises ValueError if N is no multiple of G."""
@@ -118,33 +118,6 @@ def reinforce_plus_plus_baseline(scores, num_generations, *, lengths, **_):
     return whitened(centred.flatten(), scores, lengths)
 
 
-def grpo_process(scores, num_generations, *, lengths, rewards, **_):
-    """Return {s: [len]}: a token's advantage is the sum of the normalised rewards at it and after it. A
-    reward is normalised to (reward - mean) / (std + 1e-4) over all rewards of the prompt's completions. If
-    each completion has one reward, at its last token, this is grpo. Rewards belong to the steps of an answer
-    or to the turns of an episode. Shao et al. 2024, section 4.1.3.
-
-    With several rewards this is biased, because every further turn subtracts the mean once more. If the mean
-    reward is positive, completions that end early are favoured over those that end late with the same score;
-    if it is negative, it is the other way round. On the two turns of bench/unbiased.py the expected gradient
-    is 38 degrees off and pushes towards ending early, where the gradient of the mean return pushes towards
-    going on. `turns` has no such bias.
-    """
-    rewards = shaped(rewards, scores)
-    adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
-    for first in range(0, len(scores), num_generations):
-        group = {}                                                # {(s, token): reward} of one prompt
-        for s in range(first, first + num_generations):
-            if not scores[s].isnan():
-                for token, reward in rewards[s].items():
-                    group[s, token] = reward
-        values = torch.tensor([*group.values()], dtype=torch.float64)
-        normalised = grpo(values, max(1, len(values)))
-        for (s, token), value in zip(group, normalised.tolist()):
-            adv[s][:token + 1] += value
-    return adv
-
-
 def turns(scores, num_generations, *, lengths, rewards, **_):
     """Return {s: [len]}: a token's advantage is the return to go of its turn, minus the mean return to go of
     the prompt's other completions in the turn of the same number. If no other one got that far, 0 is
@@ -160,7 +133,6 @@ def turns(scores, num_generations, *, lengths, rewards, **_):
     does not depend on what is sampled later. bench/unbiased.py enumerates this for small problems.
     Example: rewards [{0: 1, 2: 2}, {1: 1}], G = 2, lengths [3, 2] -> [[2, 2, 2], [-2, -2]].
     """
-    rewards = shaped(rewards, scores)
     adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
     for first in range(0, len(scores), num_generations):
         scored = [s for s in range(first, first + num_generations) if not scores[s].isnan()]
@@ -168,7 +140,11 @@ def turns(scores, num_generations, *, lengths, rewards, **_):
             continue                                              # nothing to compare with
         reached = defaultdict(dict)                               # {turn: {(s, last token): return to go}}
         for s in scored:
-            token_rewards = {len(adv[s]) - 1: 0.0} | rewards[s]
+            last = len(adv[s]) - 1
+            token_rewards = {last: 0.0} | rewards[s]
+            # The rewards have to add up to the score, which a KL or a penalty may have changed.
+            difference = scores[s].item() - sum(rewards[s].values())
+            token_rewards[max(rewards[s], default=last)] += difference
             to_go = 0.0
             for turn, token in reversed([*enumerate(sorted(token_rewards))]):
                 to_go += token_rewards[token]
@@ -195,22 +171,9 @@ ADVANTAGES = {
     "rloo": rloo,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
-    "grpo_process": grpo_process,
     "turns": turns,
     "none": none,
 }
-
-
-def shaped(rewards, scores):
-    """Return copies of the rewards of each completion, {token: reward}, that add up to its score in `scores`.
-    The amount by which a KL or a penalty has changed the score is added to the last reward. A completion
-    without any rewards, because no scorer has set them, stays without."""
-    copies = [dict(token_rewards) for token_rewards in rewards]
-    for token_rewards, score in zip(copies, scores.tolist()):
-        if token_rewards:
-            last_token = max(token_rewards)
-            token_rewards[last_token] += score - sum(token_rewards.values())
-    return copies
 
 
 def overlong_penalty(lengths, max_length, buffer):

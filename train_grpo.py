@@ -63,7 +63,7 @@ from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
-                                # grpo_process (favours early ends), turns, none; see losses.ADVANTAGES
+                                # turns (of episodes, or steps), none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+, k3_is: the loss gets the KL; k1_reward: each score loses it;
                                 # k1_advantage: each token's advantage loses it (on-policy distillation); see

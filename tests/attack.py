@@ -237,7 +237,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
     ([DAPO], {
         "max_num": "advantage=reinforce++; advantage=turns",
         runs(): "seed=0; max_num_gen_batches=0; max_num_gen_batches=17; "
-                "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0"}),
+                "advantage=turns overlong_buffer=5 max_num_gen_batches=0"}),
     ([PPO], {ITSELF: "critic_warmup_steps=2; num_mini_batches=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
@@ -245,7 +245,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
                 "shard_ranks=2; num_mini_batches=7; eval_file=x.jsonl",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; "
-                "in_flight=true max_staleness=0; timeout=20 call_timeout=1; advantage=grpo_process max_staleness=1; timeout=0"}),
+                "in_flight=true max_staleness=0; timeout=20 call_timeout=1; advantage=turns max_staleness=1; timeout=0"}),
     ([GRPO], {
         "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_estimator=k1_reward",
         "skip_zero_advantage": "skip_zero_advantage=true entropy_coef=0.1; "
@@ -264,7 +264,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
             ("temperature", "1e308"), ("timeout", "1e300"), ("call_timeout", "1e-300"),
             ("seed", 10 ** 4000))},
         runs(): ["eval_interval=0 save_interval=0",
-                 "advantage=grpo_process kl_coef=0.1 kl_estimator=k1_reward",
+                 "advantage=turns kl_coef=0.1 kl_estimator=k1_reward",
                  "seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
                  "chat=fAlSe", "grad_clip=0", "call_timeout=0", "timeout=0", "keep_checkpoints=1_000",
                  "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n"]})]

@@ -3,9 +3,12 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
+import statistics
 import subprocess
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +16,15 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import losses
 import runs
+from bench import unbiased
 from rollout import from_arrays
 from runtime.run import check_state
 from runs import ROOT, forked, kept_rollouts, lines, without_times
 from test_docs import DIFFS
 from test_train_grpo import SMALL, train
+from test_unbiased import slow_gradients
 
 # A step of its own for each word of an answer: a tenth for one that begins with an even letter.
 STEPS = '''
@@ -197,14 +203,71 @@ def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, 
 
 
 def test_the_kl_is_taken_off_the_rewards_of_tokens_too(folder, teacher, reward_file, tmp_path):
-    """With one reward for each completion grpo_process is grpo, also with a KL or a penalty."""
+    """With one reward for each completion turns is rloo, also with a KL or a penalty."""
     how = ["--max_num_gen_batches=0", "--overlong_buffer=6", "--num_mini_batches=1", "--kl_coef=0.3",
            "--kl_estimator=k1_reward", f"--reference_model={teacher}", "--max_steps=1"]
-    (grpo, _), (process, _) = (
+    (rloo, _), (turns, _) = (
         train(folder, tmp_path / advantage, reward_file, *how, f"--advantage={advantage}",
-              script="train_dapo.py")[0] for advantage in ("grpo", "grpo_process"))
-    assert process["grad_norm"] == pytest.approx(grpo["grad_norm"], rel=1e-4)
-    assert process["rewards/shaped/mean"] < process["reward"] - 0.3
+              script="train_dapo.py")[0] for advantage in ("rloo", "turns"))
+    assert turns["grad_norm"] == pytest.approx(rloo["grad_norm"], rel=1e-4)
+    assert turns["rewards/shaped/mean"] < turns["reward"] - 0.3
+
+
+@pytest.fixture
+def grpo_process(tmp_path, monkeypatch):
+    """The advantage that a diff adds to losses.py, which bench/unbiased.py then has as well."""
+    changed(tmp_path, script="configurator.py")
+    added = runpy.run_path(changed(tmp_path, script="losses.py", diff=diff_with("+def grpo_process")))
+    monkeypatch.setitem(losses.ADVANTAGES, "grpo_process", added["grpo_process"])
+    return added["grpo_process"]
+
+
+def test_rewards_of_steps_are_normalised_together(grpo_process):
+    """Each among all of its prompt, and it counts for its token and those before it."""
+    lengths = [5, 3, 1, 4, 2, 6]
+    given = [{0: 0.5, 3: -1.0}, {2: 2.0}, {0: math.nan}, {1: 0.25, 2: 0.25, 3: 1.0}, {1: 7.0}, {5: math.nan}]
+    scores = torch.tensor([sum(own.values()) for own in given])
+    # A penalty: it is taken off the last reward.
+    scores[0] -= 0.5
+    adv = grpo_process(scores, 3, lengths=torch.tensor(lengths), rewards=given)
+    assert given[0] == {0: 0.5, 3: -1.0}
+    shaped = [{0: 0.5, 3: -1.5}, *given[1:]]
+    for first in (0, 3):
+        values = [r for own in shaped[first:first + 3] for r in own.values() if not math.isnan(r)]
+        mean, std = statistics.mean(values), statistics.stdev(values)
+        for s in range(first, first + 3):
+            expected = [sum((r - mean) / (std + 1e-4) for token, r in shaped[s].items()
+                            if token >= t and not math.isnan(r)) for t in range(lengths[s])]
+            assert adv[s].tolist() == pytest.approx(expected, abs=1e-6), s
+    # The last prompt's only reward but one has nothing to be compared with.
+    alone = grpo_process(scores[4:], 2, lengths=torch.tensor(lengths[4:]), rewards=given[4:])
+    assert not alone[0].any() and not alone[1].any()
+
+
+def test_rewards_of_steps_that_are_normalised_favour_early_ends(grpo_process):
+    """And late ends if the mean reward is below 0, as docs/recipes.md says, which has the lines of the tables."""
+    page = (Path(ROOT) / "docs/recipes.md").read_text()
+    gradients = {make: unbiased.expected_gradients(make(), ["grpo_process"])["grpo_process", "sequence_sum"]
+                 for make in unbiased.PROBLEMS.values()}
+    [by_size] = [line for line in unbiased.table_by_size() if "grpo_process" in line]
+    for line in (unbiased.line("grpo_process", gradients), by_size):
+        assert f"\n{line}\n" in page, line
+    assert gradients[unbiased.two_turns].tolist() == pytest.approx([0.1176, 0.3386], abs=1e-4)
+    for G in (2, 3):
+        slow = slow_gradients(G)
+        for key, gradient in unbiased.expected_gradients(unbiased.two_turns(G), ["grpo_process"]).items():
+            if key in slow:
+                assert gradient.tolist() == pytest.approx(slow[key], rel=1e-5), key
+    for shift, favours in ((0.0, "early ends"), (-0.8, "late ends")):
+        problem = unbiased.two_turns()                          # the mean reward is 0.45
+        [episodes] = problem.prompts
+        shifted = [own._replace(rewards={t: reward + shift for t, reward in own.rewards.items()}) for own in episodes]
+        problem = problem._replace(prompts=[shifted])
+        true = unbiased.true_gradient(problem)
+        gradients = unbiased.expected_gradients(problem, ["grpo_process", "turns"])
+        [(more, _)] = unbiased.favoured(problem, gradients["grpo_process", "sequence_sum"], true)
+        assert more == favours
+        assert unbiased.compared(gradients["turns", "sequence_sum"], true)[0] < 1e-4
 
 
 def test_wrong_completions_that_the_policy_has_left_are_masked(folder, reward_file, tmp_path):
@@ -376,32 +439,18 @@ def test_a_reference_that_follows_the_policy(folder, reward_file, tmp_path):
 def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
     (tmp_path / "steps.py").write_text("import re\n" + STEPS)
     reward = f"--reward={tmp_path}/steps.py:words"
-    metrics, _ = train(folder, tmp_path / "grpo", reward, "--advantage=grpo_process", "--max_steps=1")
-    rows = kept_rollouts(tmp_path / "grpo", 0)
-    advantages = []
-    for first in range(0, len(rows), 4):
-        given = [dict(row["rewards"]) for row in rows[first:first + 4]]
-        values = torch.tensor([r for own in given for r in own.values()], dtype=torch.float64)
-        assert len(values) >= 4
-        for row, own in zip(rows[first:first + 4], given):
-            assert row["score"] == pytest.approx(sum(own.values()))
-            normal = {t: (r - values.mean()) / (values.std() + 1e-4) for t, r in own.items()}
-            advantages.append([sum(r for t, r in normal.items() if t >= place)
-                               for place in range(len(row["logprobs"]))])
-            # The token of a word's last letter; this tokenizer knows bytes.
-            text = row["completion"][0]["content"]
-            ends = [m.end() - 1 for m in re.finditer(r"[^a-p]+|[a-p]", text)]
-            if "\ufffd" not in text:
-                assert sorted(own) == [len(text[:end + 1].encode()) - 1 for end in ends]
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    loss, norm = slow_step(model, rows, advantages)
-    assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-5)
-    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    # turns: what is still to come, compared with the others' at the word of the same number. The same is sampled.
+    # turns: what is still to come, compared with the others' at the word of the same number.
     metrics, _ = train(folder, tmp_path / "turns", reward, "--advantage=turns", "--max_steps=1")
-    assert [row["ids"] for row in kept_rollouts(tmp_path / "turns", 0)] == [row["ids"] for row in rows]
+    rows = kept_rollouts(tmp_path / "turns", 0)
     to_go = []                                                      # per row what is still to come at its words
     for row in rows:
+        earned = dict(row["rewards"])
+        assert row["score"] == pytest.approx(sum(earned.values()))
+        # The token of a word's last letter; this tokenizer knows bytes.
+        text = row["completion"][0]["content"]
+        ends = [m.end() - 1 for m in re.finditer(r"[^a-p]+|[a-p]", text)]
+        if "\ufffd" not in text:
+            assert sorted(earned) == [len(text[:end + 1].encode()) - 1 for end in ends]
         ends = sorted({t for t, _ in row["rewards"]} | {len(row["logprobs"]) - 1})
         to_go.append([sum(r for t, r in row["rewards"] if t >= end) for end in ends])
     advantages = []
@@ -412,8 +461,7 @@ def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
             word = sum(t < place for t, _ in row["rewards"])
             there = [other[word] for other in group if len(other) > word]
             advantages[-1].append(to_go[s][word] - (sum(there) / len(there) if there else 0.0))
-    model.zero_grad()
-    loss, norm = slow_step(model, rows, advantages)
+    loss, norm = slow_step(AutoModelForCausalLM.from_pretrained(folder), rows, advantages)
     assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
     # PPO's returns: what is still to come, for the mean over all tokens.

@@ -125,8 +125,9 @@ def test_a_diff_applies_and_runs(copy, number):
         os.remove(copy / "tests/test_rewards.py")
     shutil.copy(os.path.join(ROOT, "pytest.ini"), copy)
     patch(copy, diff)
-    (parts,) = [text for where, _, text in BLOCKS if "data_and" in where and text.startswith("# my_rewards.py")]
-    (copy / "my_rewards.py").write_text(parts)
+    for name in ("my_rewards.py", "my_steps.py"):
+        (reward,) = [text for where, _, text in BLOCKS if "data_and" in where and text.startswith(f"# {name}")]
+        (copy / name).write_text(reward)
     *earlier, last = commands_for(page, diff)
     for count, command in enumerate(earlier):
         runs.forked(copy / "log", *shortened(*command), "--max_steps=1", f"--out_dir={count}", root=copy)

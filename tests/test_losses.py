@@ -17,12 +17,12 @@ def seeded():
 
 # ---------------------------------------------------------------- advantages
 
-KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++", "reinforce++_baseline", "grpo_process",
-         "turns", "none"]
+KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++", "reinforce++_baseline", "turns", "none"]
 # Those that docs/recipes.md adds, which this file tests where they have been added.
 ADDED = [kind for kind in ("opo", "pass_at_k", "remax") if kind in losses.ADVANTAGES]
-KINDS += ADDED
-OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "grpo_process", "turns", *ADDED[:2]]  # nothing but the group's rewards matters
+PROCESS = [kind for kind in ("grpo_process",) if kind in losses.ADVANTAGES]
+KINDS += ADDED + PROCESS
+OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "turns", *ADDED[:2], *PROCESS]    # nothing but the group's rewards matters
 ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="docs/recipes.md adds remax and gdpo")
 
 
@@ -242,25 +242,6 @@ def test_advantages_without_spread_or_score(kind):
         assert adv[:3] == [0, 0, 0] and adv[8] == 0
 
 
-def test_rewards_of_steps():
-    """Each is normalised among all of its prompt, and counts for its token and those before it."""
-    lengths = [5, 3, 1, 4, 2, 6]
-    given = [{0: 0.5, 3: -1.0}, {2: 2.0}, {0: math.nan}, {1: 0.25, 2: 0.25, 3: 1.0}, {1: 7.0}, {5: math.nan}]
-    scores = torch.tensor([sum(own.values()) for own in given])
-    adv = losses.ADVANTAGES["grpo_process"](scores, 3, lengths=torch.tensor(lengths), rewards=given)
-    for first in (0, 3):
-        values = [r for own in given[first:first + 3] for r in own.values() if not math.isnan(r)]
-        mean, std = statistics.mean(values), statistics.stdev(values)
-        for s in range(first, first + 3):
-            expected = [sum((r - mean) / (std + 1e-4) for token, r in given[s].items()
-                            if token >= t and not math.isnan(r)) for t in range(lengths[s])]
-            assert adv[s].tolist() == pytest.approx(expected, abs=1e-6), s
-    # The last prompt's only reward but one has nothing to be compared with.
-    alone = losses.ADVANTAGES["grpo_process"](scores[4:], 2, lengths=torch.tensor(lengths[4:]),
-                                              rewards=given[4:])
-    assert not alone[0].any() and not alone[1].any()
-
-
 def slow_turns(rewards, lengths, unscored, G):
     """In loops, token by token: what is still to come, minus what was still to come for others at that turn."""
     def turn(s, token):
@@ -296,7 +277,7 @@ def test_turns(G):
             unscored.add(s)
     scores = torch.tensor([math.nan if s in unscored else sum(own.values()) for s, own in enumerate(rewards)])
     given = [dict(own) for own in rewards]
-    for s in unscored:                                            # as losses.shaped leaves them
+    for s in unscored:                                            # as the scorer leaves them
         rewards[s] = {lengths[s].item() - 1: math.nan}
     adv = losses.ADVANTAGES["turns"](scores, G, lengths=lengths, rewards=rewards)
     expected = slow_turns(given, lengths.tolist(), unscored, G)
@@ -320,12 +301,14 @@ def test_turns_by_hand():
 
 
 def test_what_is_taken_off_a_score_is_taken_off_its_last_reward():
-    rewards = [{3: 0.25, 1: 0.5}, {2: 1.0}, {0: 0.5}, {}]
-    scores = torch.tensor([0.5, 1.0, -1.5, math.nan], dtype=torch.float64)
-    assert losses.shaped(rewards, scores) == [{3: 0.0, 1: 0.5}, {2: 1.0}, {0: -1.5}, {}]
-    assert rewards[0] == {3: 0.25, 1: 0.5}                      # the rollouts keep what was scored
-    adv = losses.ADVANTAGES["turns"](scores[:2], 2, lengths=torch.tensor([4, 3]), rewards=rewards[:2])
+    rewards = [{3: 0.25, 1: 0.5}, {2: 1.0}]
+    scores = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    adv = losses.ADVANTAGES["turns"](scores, 2, lengths=torch.tensor([4, 3]), rewards=rewards)
     assert adv[0].tolist() == [-0.5, -0.5, 0, 0] and adv[1].tolist() == [0.5] * 3
+    assert rewards == [{3: 0.25, 1: 0.5}, {2: 1.0}]             # the rollouts keep what was scored
+    # Where a script sets scores alone, they belong to the last tokens.
+    adv = losses.ADVANTAGES["turns"](scores, 2, lengths=torch.tensor([2, 1]), rewards=[{}, {}])
+    assert adv[0].tolist() == [-0.5, -0.5] and adv[1].tolist() == [0.5]
 
 
 @ONLY_ADDED

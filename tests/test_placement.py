@@ -321,7 +321,7 @@ def test_episodes_apart(train, talker, games, tmp_path):
     together, _ = train("together", "train_grpo.py", 1, **settings)
     in_turns, _ = train("in turns", max_staleness=0, **settings)
     assert figures(in_turns) == figures(together) and in_turns[0]["episodes/turns"] > 1.2
-    settings |= {"max_staleness": 1, "advantage": "grpo_process"}
+    settings |= {"max_staleness": 1, "advantage": "turns"}
     older, _ = train("older", **settings)
     cut_back(tmp_path / "older", tmp_path / "run", 2)
     train("run", resume="auto", **settings)

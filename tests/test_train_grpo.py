@@ -129,7 +129,7 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
     ["--kl_coef=0.1", "--kl_estimator=k3+", "--num_mini_batches=2", "--loss_type=gspo", "--old_logprobs=engine",
      "--advantage=reinforce++_baseline", "--entropy_coef=0.01"],
     ["--kl_coef=0.1", "--kl_estimator=k3_is", "--num_mini_batches=2", "--loss_type=sapo",
-     "--advantage=grpo_process", "--engine_correction=token_truncate", "--top_p=0.7", "--top_k=20", "--min_p=0.01",
+     "--advantage=turns", "--engine_correction=token_truncate", "--top_p=0.7", "--top_k=20", "--min_p=0.01",
      "--engine=auto"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     """In the first step policy and reference are the same, also where all tokens but the likeliest are left out."""

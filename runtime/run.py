@@ -308,7 +308,7 @@ class Run:
         self.state["step"] += 1
         self.state["num_tokens"] += num_tokens
         if step == self.first_step:
-            check_state(self.state, self.state.keys() - self.run_keys)
+            check_state(self)
         if self.state["first_gap"] is None:
             self.state["first_gap"] = log.metrics.get("sampling/sampling_logp_difference/mean")
         log.metrics |= {
@@ -340,7 +340,7 @@ class Run:
         folder = f"{self.out_dir}/checkpoint-{step}"
         if step > self.saved:
             with self.log.timed("save"):
-                check_state(self.state, self.state.keys() - self.run_keys)
+                check_state(self)
                 try:
                     checkpoint.save_checkpoint(folder, self.networks, self.tokenizer, self.state,
                                                self.settings.keep_checkpoints, self.arrays)
@@ -382,10 +382,12 @@ def overflows(run, name, finite):
     return too_large
 
 
-def check_state(state, keys):
-    """Stop the script if JSON would change one of these values, or if ranks differ in one. A collective."""
+def check_state(run):
+    """Stop the script if JSON would change what it has put into run.state, or if ranks differ in it. A
+    collective."""
+    keys = run.state.keys() - run.run_keys
     with input_errors():
-        texts = {key: checkpoint.json_text(f"run.state[{key!r}]", state[key]) for key in keys}
+        texts = {key: checkpoint.json_text(f"run.state[{key!r}]", run.state[key]) for key in keys}
         checksums = {key: zlib.crc32(text.encode()) for key, text in texts.items()}
     for others in distributed.gathered([checksums]):            # the texts may be long, and the ranks many
         differing = [key for key in keys if others.get(key) != checksums[key]]

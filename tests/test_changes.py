@@ -9,6 +9,7 @@ import statistics
 import subprocess
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,11 +152,11 @@ def test_state_that_a_resume_would_not_have_stops_the_first_step(folder, reward_
     ([(1,)], False), (torch.ones(2), False), (np.float32(0.5), False), (defaultdict(int, a=1), False),
     ({("a", 1): 2}, False), ({1, 2}, False), ({"1": 1, 1: 2}, False)])
 def test_state_survives_json(mesh, capsys, value, ok):
-    state = {"step": 1, "mine": value, "own": (1,)}
+    run = SimpleNamespace(state={"step": 1, "mine": value, "own": (1,)}, run_keys={"own"})
     if ok:
-        return check_state(state, ["step", "mine"])
+        return check_state(run)
     with pytest.raises(SystemExit):
-        check_state(state, ["step", "mine"])
+        check_state(run)
     assert "run.state['mine'] is " in capsys.readouterr().err
 
 

@@ -1,13 +1,13 @@
 """
-Episodes: the policy speaks and an environment answers, turn after turn. One episode is one row of tokens; of
-an agent it may be several.
+Episodes: the policy speaks and an environment answers, turn after turn. An episode is one sequence of tokens;
+the episode of an agent may consist of several.
 
 An environment is a class of yours, --environment=my_game.py:Guess, in one of two forms. An instance plays one
 episode at a time and is reset for the next one. Its methods may be `async def`.
 
     text    reset(**row)     gets the columns of the row; returns text for the prompt's last message, or None
             step(text)       gets what the policy said; returns (observation, reward, whether it is over)
-            reset and step   may also return what those of Gymnasium's environments, or of the older gym's, do
+            reset and step   may also return the values that Gymnasium, or the older gym, has for them
     tools   reset(**row)     does the same; this is TRL's form, and such a class runs in TRL as well
             other methods    are tools: type hints and docstring tell the policy how to call them
     either  get_reward()     if it exists, is called at the end of an episode; None gives no score
@@ -52,10 +52,10 @@ class Episode:
     conversation   the episode as tokens
     finish_reason  "" as long as the episode goes on; Player.play lists the other values
     instance       the instance of the environment that plays, or None
-    session        the endpoint.AgentSession of the agent that plays, or None. At the end it joins all rows of
-                   the agent in conversation, gives row the prompt of the longest one, and sets finish_reason.
-                   It also sets asking.
-    asking         the endpoint.Question of the agent for which the engine samples, or None
+    session        the endpoint.AgentSession of the agent that plays, or None. It sets asking. At the end it
+                   also sets conversation, in which it joins the agent's sequences of tokens; the prompt in
+                   row, which is that of the sequence with the most sampled tokens; and finish_reason.
+    asking         the endpoint.Question of the agent that the engine is answering, or None
     rewards, counts, extra    as in rollout.Rollout
     """
 
@@ -81,7 +81,7 @@ class Episode:
         """Play the episode and return its Rollout. This is a generator.
 
         It yields a Request when it needs a turn of the policy, and is sent the Answer. It yields a function
-        when this has to be called, and is sent what user_code.outcome returns for it.
+        when this has to be called, and is sent (its value, its error or None, the seconds that it took).
         """
         player = self.player
         try:
@@ -95,11 +95,12 @@ class Episode:
             if self.finish_reason == "error":
                 self.rewards = {self.last_token: math.nan}
             rollout = self._rollout()
+            # rewards.Scorer has set score_ended if a reward needs the environment or the agent.
             if player.score_ended and self.finish_reason not in ("timeout", "error"):
                 player.score_ended(rollout, self.session or self.instance)
             return rollout
         finally:
-            if id(self.instance) in player.opened:
+            if id(self.instance) in player.opened:              # it was made, and was not discarded
                 player.idle.append(self.instance)
 
     def _play(self):
@@ -130,7 +131,8 @@ class Episode:
             self.instance = yield from self.call(player.make)
             player.opened[id(self.instance)] = self.instance
         reset = self.instance.reset
-        # log_extra and log_metric do the same here: each logs one value, for this episode.
+        # log_metric(name, value) puts a value into self.extra. log_extra does the same here, because it logs
+        # the value of one episode.
         log_metric = logging_into([self.extra])["log_metric"]
         columns = accepted(reset, deepcopy(self.row), "reset",
                            {"log_extra": log_metric, "log_metric": log_metric})
@@ -155,7 +157,7 @@ class Episode:
     def _play_turn(self):
         """Sample a turn and get the reply to it. Set finish_reason if this ends the episode."""
         conversation = self.conversation
-        turn = len(conversation.spans) + 1          # its number
+        turn = len(conversation.spans) + 1          # its number, from which its seed comes
         answer = yield conversation.request(turn)
         text, message, calls = self.player.read_turn(conversation, answer)
         conversation.add_turn(answer, message)
@@ -170,6 +172,7 @@ class Episode:
             self.rewards[self.last_token] = reward
             reply.append({"role": "user", "content": observation})
         elif calls:
+            # The conversation has this same dict, and add_reply needs the calls in it.
             message["tool_calls"] = [call for call, _ in calls]
             for call, problem in calls:
                 result = yield from self._result(call, problem)
@@ -197,7 +200,8 @@ class Episode:
                 result = yield from self.call(tool, **deepcopy(call["function"]["arguments"]))
                 content = yield from self.call(result_of, result)       # as text, which may run user code
         except Failed as error:
-            # As in TRL, the policy reads the error's text, or if it has none the name of its class.
+            # As in TRL, the policy reads the error's text, or if it has none the name of its class. `shown`
+            # writes the name, ": " and the text.
             problem = shown(error.__cause__)
             problem = problem.partition(": ")[2] or problem
         if problem:
@@ -236,7 +240,7 @@ class Episode:
         rollout = Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
                           np.array(conversation.logprobs, np.float32), self.finish_reason,
                           np.array(conversation.row_starts, np.int32), self.row, completion,
-                          rewards=self.rewards if self.player.rewards_as else {}, counts=self.counts,
+                          rewards=self.rewards if self.player.reward_part else {}, counts=self.counts,
                           extra=self.extra, versions=tuple(conversation.versions.items()))
         if conversation.kept:
             rollout.keep(conversation.kept)
@@ -255,8 +259,8 @@ def read_step(returned):
     finish_reason is "" if the episode goes on. Raises ValueError for values that step must not return.
     """
     if isinstance(returned, tuple) and len(returned) in (3, 4, 5):
-        # Only Gymnasium's five values say whether the episode was truncated; three stand for False. The
-        # fourth value of the older gym is its info.
+        # The fourth of Gymnasium's five values says whether the episode was truncated. The fourth of the
+        # older gym's four is its info, a dict or None. If there are only three, False becomes the fourth.
         observation, reward, done, truncated, *_ = [*returned, False]
         if truncated is None or isinstance(truncated, dict):
             truncated = False
@@ -265,7 +269,7 @@ def read_step(returned):
             if done:
                 finish_reason = "stop"
             elif truncated:
-                finish_reason = "turns"
+                finish_reason = "turns"             # as if it had had max_turns
             if finish_reason or isinstance(observation, str):
                 return observation, as_float(reward), finish_reason
     raise ValueError(f"step returned {shown(returned)}, not (observation, reward, done), a string, a number, "
@@ -281,13 +285,14 @@ class Player:
 
     key             the setting that names what plays, with its value, for messages
     name            the name of the environment's class or of the agent's function
-    make            the class, of which instances are made; `object` for functions alone; the function of an
-                    agent; or None for single answers
+    make            what makes an instance: the environment's class, or `object` if there are only functions.
+                    For an agent it is the agent's function. None says that single answers are sampled, so it
+                    also tells whether episodes are played.
     stop            the strings that end a turn
     session_class   endpoint.AgentSession if an agent plays, otherwise None
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
-    rewards_as      the name of the class if it gives rewards, otherwise ""
+    reward_part     the part of the score that the environment gives, called as its class, or "" for none
     tools           the JSON schemas of the tools; None if step answers the turns, or an agent plays
     tool_functions  {name of a tool: a function, or the name of a method}
     template        the Template for these tools, or None for single answers
@@ -308,7 +313,7 @@ class Player:
         self.session_class = None
         self.methods = {}
         self.closer = ""
-        self.rewards_as = ""
+        self.reward_part = ""
         self.tools = None
         self.tool_functions = {}
         self.template = None
@@ -358,7 +363,7 @@ class Player:
         if closers:
             self.closer = closers[0]
         if self.methods.keys() & {"step", "get_reward"}:
-            self.rewards_as = self.name
+            self.reward_part = self.name
         if "step" not in self.methods:
             self._find_tools(functions, {"reset", "get_reward", *closers})
         elif functions:
@@ -366,6 +371,7 @@ class Player:
 
     def _find_tools(self, functions, no_tools):
         """Set tools: the functions, and as in TRL all bound methods whose names are not among no_tools."""
+        # tool_functions has only the name of a method, because each instance has a method of its own.
         names = [name for name in self.methods if name not in no_tools]
         tools = functions + [self.methods[name] for name in names]
         tool_names = [name_of(tool) for tool in tools]
@@ -384,7 +390,7 @@ class Player:
         Return a Future. Nothing happens if there is no such method, or if instance is None.
         """
         self.opened.pop(id(instance), None)
-        # Without a method to call, `object` is called, which does nothing.
+        # If instance is None, or closer is "", getattr returns `object`, and to call that does nothing.
         return in_thread(outcome, getattr(instance, self.closer, object))
 
     def close(self):
@@ -401,16 +407,17 @@ class Player:
         return prompt
 
     def read_turn(self, conversation, answer):
-        """Return an Answer to a conversation as a text and as a message, and the calls of tools in it.
+        """Return (text, message, calls) of an Answer to a conversation.
 
-        The calls are as Template.read returns them. An answer that was cut off has none.
+        text is all of its text. message and calls are what Template.read finds in it; an answer that was cut
+        off has no calls.
         """
         text = text_of(self.tokenizer, answer.ids, self.eos_ids, self.stop)
         if not conversation.template or answer.finish_reason == "length":
             return text, {"role": "assistant", "content": text}, []
         sampled = answer.ids
-        if sampled[-1] not in self.eos_ids:         # a stop string has ended the turn, and is not read
-            sampled = text
+        if sampled[-1] not in self.eos_ids:
+            sampled = text                          # it ends before the stop string that has ended the turn
         message, calls = conversation.template.read(conversation.ids, sampled, text)
         return text, message, calls
 
@@ -427,7 +434,7 @@ class Player:
         turns = [self.tokenizer(text, add_special_tokens=False).input_ids + self.eos_ids[:1]
                  for text in texts]
         jobs = [(prompt.row, Request(None, prompt.ids, 0, max_tokens=len(turn)))
-                for prompt, turn in zip(prompts * 2, turns)]
+                for prompt, turn in zip(prompts * 2, turns)]    # a single prompt is played twice
         rollouts = OpenEpisodes(self, TrialEngine(turns)).play(jobs)
         for r in rollouts:
             problem = r.counts.get("problem")
@@ -461,7 +468,7 @@ class TrialEngine(Engine):
 
     def step(self):
         request = self.added.pop(0)
-        turn = self.turns[request.name]
+        turn = self.turns[request.name]             # OpenEpisodes calls the episodes of a new engine 0 and 1
         return [Answer(request.name, turn, [0.0] * len(turn), "stop")]
 
 
@@ -528,11 +535,11 @@ class OpenEpisodes:
         # The client of an agent may have left, so that nobody waits any more for what the engine samples.
         engine.abort([number for number, (episode, _) in self.playing.items()
                       if episode.asking and episode.asking.future.cancelled()])
-        # An episode waits either for a call or for the engine. While some wait for the engine, only the calls
-        # that have ended are looked at. Otherwise the first call to end is waited for.
-        if len(self.playing) > len(self.calls) and not engine.signalled:
+        if self._engine_is_needed() and not engine.signalled:
             self._step_engine()
-        patience = 0 if len(self.playing) > len(self.calls) else None
+        # While the engine is needed, only the calls that have ended are looked at. Otherwise the first call
+        # to end is waited for.
+        patience = 0 if self._engine_is_needed() else None
         for call in wait(self.calls, patience, FIRST_COMPLETED).done:
             self._go_on(self.calls.pop(call), call.result())
         complete = {}
@@ -554,8 +561,14 @@ class OpenEpisodes:
         for collection in (self.waiting, self.playing, self.calls, self.rollouts, self.groups):
             collection.clear()
         self.engine.abort(unanswered)
+        # The next steps of the engine answer them: vLLM with nothing, and HFEngine, which cannot abort,
+        # in full.
         while unanswered & self.engine.versions.keys() and not self.engine.signalled:
             self._step_engine()
+
+    def _engine_is_needed(self):
+        """Return whether an episode waits for the engine. Those in calls wait for a call instead."""
+        return len(self.playing) > len(self.calls)
 
     def _step_engine(self):
         """Take a step of the engine, and go on with the episodes that it answers, whoever plays them."""
@@ -586,8 +599,9 @@ class OpenEpisodes:
     def _call(self, function):
         """Return user_code.outcome of a function, or TimeUp after call_timeout seconds.
 
-        The function runs in a thread of its own. Nothing can end a thread, so a call that takes too long goes
-        on there, and its result is dropped.
+        This method runs in a thread that waits for a worker, and then for the result until the time is up.
+        The function runs in another thread. Nothing can end a thread, so a call that takes too long goes on
+        there, and its result is dropped.
         """
         seconds = self.settings.call_timeout
         with self.workers:

@@ -124,8 +124,8 @@ def load_reward(spec, task):
         elif "solution_strs" in parameters:
             form = "verl batch"
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
-    # A Reward goes from one process to another, and a function of a file cannot. So call_reward loads it again,
-    # where it calls it.
+    # A Reward goes from one process to another, and a function of a file cannot. So call_reward loads it
+    # again, where it calls it.
     return Reward(name_of(function), None, spec, form, is_async, "environments" in parameters)
 
 
@@ -372,7 +372,7 @@ class Scorer:
         s = settings
         self.settings = settings
         self.player = player
-        self.environment = player.rewards_as    # the environment's class if it gives rewards, otherwise ""
+        self.environment = player.reward_part    # the environment's class if it gives rewards, otherwise ""
         self.weights = part_weights(s.reward_weights)           # {name of a part: weight}
         # The seconds in which all calls of a batch have to begin. The last one may take call_timeout as well,
         # which makes ten times call_timeout. evaluate_model.py sets no limit.

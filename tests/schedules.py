@@ -1101,7 +1101,7 @@ class Modules:
         player = self.episodes.Player.__new__(self.episodes.Player)
         vars(player).update(
             settings=settings, tokenizer=tokenizer, eos_ids=eos_ids, key="a game", name="", make=None,
-            session_class=None, methods={}, closer="", rewards_as="", tools=None, tool_functions={},
+            session_class=None, methods={}, closer="", reward_part="", tools=None, tool_functions={},
             template=None, opened={}, idle=[], score_ended=None, stop=[])
         if world.plan.kind == "game":
             player.make = Game

@@ -489,7 +489,7 @@ def test_functions_are_tools_without_a_class(write):
     (r,), _ = played(plays, [turns])
     assert [m["content"] for m in r.completion if m["role"] == "tool"] == [
         "5", "said 4", {"error": "-1 is negative"}, {"error": "there is no tool sub; there are add, later"}]
-    assert r.finish_reason == "stop" and plays.rewards_as == "" and r.rewards == {}
+    assert r.finish_reason == "stop" and plays.reward_part == "" and r.rewards == {}
     # With a class they stand before its methods.
     both = player(f"{source}:Desk", tools=f"{source}:add")
     names = [tool["function"]["name"] for tool in both.tools]

@@ -329,7 +329,7 @@ def parts_of(r):
 
 def scored(rollouts, plays_as, **settings):
     settings = SimpleNamespace(**SETTINGS | {"token_budget": 100} | settings)
-    Scorer(settings, "cpu", torch.float32, SimpleNamespace(rewards_as=plays_as, make=True))(rollouts)
+    Scorer(settings, "cpu", torch.float32, SimpleNamespace(reward_part=plays_as, make=True))(rollouts)
     return rollouts
 
 
@@ -679,7 +679,7 @@ def test_scores_of_episodes(games, tmp_path):
     assert [*map(math.isnan, second.rewards.values())] == [True]
     # An environment that gives none leaves the score to the reward.
     rollouts = played(games, "Tools", [{}], [["ab<|end|>"]])
-    assert rollouts[0].rewards == {} and player(games, "Tools").rewards_as == ""
+    assert rollouts[0].rewards == {} and player(games, "Tools").reward_part == ""
     with pytest.raises(ValueError, match="reward=none needs a reward_model, or an environment that gives"):
         scored(rollouts, "", reward="none")
 

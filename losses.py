@@ -43,6 +43,7 @@ def grouped(scores, num_generations):
     which is 0 at NaN, and exactly 0 in a group of equal scores."""
     groups = in_groups(scores.double(), num_generations)          # [P, G]
     # The mean of equal scores may be rounded. The mean of their distances from the lowest one is exactly 0.
+    # NaN becomes infinity here, and so it is never the lowest. If all are NaN, centred is NaN and becomes 0.
     lowest = groups.nan_to_num(math.inf).amin(1, keepdim=True)    # [P, 1]
     above = groups - lowest
     centred = above - above.nanmean(1, keepdim=True)
@@ -93,14 +94,26 @@ def rloo(scores, num_generations, **_):
     return adv.flatten().float()
 
 
-def whitened(values, scores, lengths):
-    """Return (value - mean) / (std + 1e-8), [N], with mean and std (divisor n) over the tokens of completions
-    with a score. A completion without a score gets 0."""
+def whiten(values, mean):
+    """Return (values - mean) / (std + 1e-8), in the shape of values; the std has the divisor n.
+
+    mean: a function that averages a tensor, in float64 and without its NaNs; that of train_ppo.py averages
+    over all ranks. A NaN stays NaN and is not counted. With sums in float32, equal advantages would be
+    whitened to rounding noise instead of 0.
+    """
+    centre = mean(values)
+    std = mean((values.double() - centre).square()) ** 0.5
+    return (values - centre) / (std + 1e-8)
+
+
+def whitened_by_tokens(values, scores, lengths):
+    """Return values [N] whitened over the tokens of all completions with a score: each value counts as often
+    as its completion has tokens. A completion without a score gets 0."""
     scored = ~scores.isnan()
-    tokens = lengths * scored                                     # [N]
+    token_counts = lengths * scored                               # [N]
 
     def mean(x):
-        return (tokens * x).sum() / tokens.sum().clamp(min=1)
+        return (token_counts * x).sum() / token_counts.sum().clamp(min=1)
 
     adv = whiten(values, mean) * scored
     return adv.float()
@@ -109,13 +122,13 @@ def whitened(values, scores, lengths):
 def reinforce_plus_plus(scores, num_generations, *, lengths, **_):
     """advantage = score, whitened over all tokens. Hu et al. 2025, https://arxiv.org/abs/2501.03262."""
     values = scores.double().nan_to_num()
-    return whitened(values, scores, lengths)
+    return whitened_by_tokens(values, scores, lengths)
 
 
 def reinforce_plus_plus_baseline(scores, num_generations, *, lengths, **_):
     """advantage = score - mean of the prompt's scores, whitened over all tokens. Hu et al. 2025."""
     _, _, centred = grouped(scores, num_generations)
-    return whitened(centred.flatten(), scores, lengths)
+    return whitened_by_tokens(centred.flatten(), scores, lengths)
 
 
 def turns(scores, num_generations, *, lengths, rewards, **_):
@@ -207,7 +220,8 @@ def out_of_bounds(ratio, adv, epsilon, epsilon_high):
 
 
 def clip_ratios(low, high):
-    """Return the two masks of a loss, and where either is true, under the names that the log gives them."""
+    """Return {metric: mask} for the two masks of a loss, and for where either is true. The log averages each
+    mask, which gives the ratio of tokens where clipping acted."""
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
 
@@ -230,8 +244,10 @@ def clip(logp, old_logp, adv, *, epsilon, epsilon_high, **_):
 def gspo(logp, old_logp, adv, *, mean, epsilon, epsilon_high, **_):
     """loss = clip's loss with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
-    (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
+    (section 4.3 there): a token's loss has only the gradient of this token's logprob, so that an advantage or
+    a weight of a single token acts on this token alone."""
     log_ratio = of_sequence((logp - old_logp).clamp(-20, 20), mean)
+    # clip takes the exponential of logp - old_logp. With 0 for old_logp this is exp(log_ratio).
     return clip(log_ratio, 0, adv, epsilon=epsilon, epsilon_high=epsilon_high)
 
 
@@ -357,14 +373,15 @@ def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
         level, bound = name.split("_")
         log_ratio = old_logp - engine_logp
         if level != "token":
-            log_ratio = mean(log_ratio)
+            log_ratio = mean(log_ratio)                           # the log of the geometric mean
         if level == "sequence":
-            log_ratio = log_ratio * lengths
+            log_ratio = log_ratio * lengths                       # the sum, which is the log of the product
         ratio = log_ratio.clamp(-20, 20).exp()
         if bound == "truncate":
             weight = ratio.clamp(max=cap)
             continue
-        # By itself a mask also weights by its ratio.
+        # After a truncation a mask only sets weights to 0. Without one it weights by its ratio as well, but
+        # geometric_mask never does.
         if len(names) == 1 and level != "geometric":
             weight = ratio
         weight = weight * ((ratio >= low) & (ratio <= high))
@@ -374,6 +391,7 @@ def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
 TRUNCATIONS = ("token_truncate", "sequence_truncate")
 MASKS = ("token_mask", "sequence_mask", "geometric_mask")
 CORRECTIONS = {"none": partial(importance, ())}
+# The product of one tuple consists of a tuple (name,) for each of its names.
 for names in (*product(TRUNCATIONS), *product(MASKS), *product(TRUNCATIONS, MASKS)):
     CORRECTIONS[",".join(names)] = partial(importance, names)
 
@@ -390,19 +408,28 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     k3+    the value of k3 with the gradient of k2; the name comes from verl
     k3_is  k3 * ratio, with ratio = exp(logp - old_logp), for tokens sampled by the policy of old_logp:
            DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556, eq. 7
-    Any other estimator raises KeyError. To avoid overflow, exp(d) and ratio * exp(d) are clamped to at most
-    e^60 and ratio to at most e^20; a clamped factor has no gradient.
-    In the loss the gradient matters. In expectation it is the gradient of KL(policy || reference) for k2, k3+
-    and k3_is (for k3_is also off-policy), the gradient of KL(reference || policy) for k3, and 0 for k1.
-    In the reward the value matters. With k1 the policy gradient is the gradient of KL(policy || reference),
-    including a token's effect on all later tokens. With k3 it is this gradient minus the gradient of
-    KL(reference || policy), and with k2 it is neither. Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
+    Any other estimator raises KeyError. Against overflow exp(d) and ratio * exp(d) are kept at or below
+    e^60, and ratio at or below e^20; where such a bound acts, the bounded factor has no gradient.
+
+    In the loss the gradient of the estimate matters. In the reward its value matters, because the policy
+    gradient comes from it. In expectation the two are the gradients of these, where F is
+    KL(policy || reference) and R is KL(reference || policy):
+
+              in the loss             in the reward
+    k1        0                       F, with a token's effect on all later tokens
+    k2        F                       neither of the two
+    k3        R                       F - R
+    k3+       F
+    k3_is     F, also off-policy
+
+    Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
     """
     d = ref_logp - logp
     k2 = d.square() / 2
     k3 = d.clamp(max=60).exp() - 1 - d
     if estimator == "k3_is":
-        # k3 * ratio is multiplied out, because a huge exp(d) times a tiny ratio may be a moderate number.
+        # This is (exp(d) - 1 - d) * ratio. The product of exp(d) and ratio is exp(ref_logp - old_logp), which
+        # may be a moderate number where exp(d) is huge and ratio tiny.
         ratio = (logp - old_logp).clamp(max=20).exp()
         return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * ratio
     estimates = {"k1": -d, "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach()}
@@ -419,6 +446,7 @@ def token_rewards(rewards, kl, kl_coef, lengths):
     Example: rewards [{1: 1}, {0: 2}], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
     """
     added = torch.zeros_like(kl)
+    # What split returns are views: to write to a part writes to `added`.
     for part, sequence_rewards in zip(added.split(lengths), rewards):
         for token, reward in sequence_rewards.items():
             part[token] = reward
@@ -428,20 +456,20 @@ def token_rewards(rewards, kl, kl_coef, lengths):
 def with_later_rows(rewards, row_lengths):
     """Return rewards [C] in which the last token of a row also has the rewards of its episode's later rows.
 
-    An agent's episode may have several rows of tokens, and gae reads each row by itself. The score of the
-    episode most often belongs to the last row, but the earlier rows led to it as well. row_lengths: for each
-    episode a list with the number of tokens of each row; together they sum to C. With one row per episode
-    nothing changes. NaN stays NaN.
+    An agent's episode may consist of several rows, which are sequences of tokens, and gae reads each row by
+    itself. The score of the episode most often belongs to the last row, but the earlier rows led to it as
+    well. row_lengths: for each episode a list with the number of tokens of each row; together they sum to C.
+    With one row per episode nothing changes. NaN stays NaN.
     Example: rewards [1, 0, 2, 0, 5], row_lengths [[2, 1, 1], [1]] -> [1, 2, 2, 0, 5].
     """
     added = torch.zeros_like(rewards)
-    end = 0
+    row_end = 0
     for lengths in row_lengths:
-        last = end + sum(lengths)                                 # where the episode ends
+        episode_end = row_end + sum(lengths)
         for length in lengths[:-1]:
-            end += length
-            added[end - 1] = rewards[end:last].sum()
-        end = last
+            row_end += length
+            added[row_end - 1] = rewards[row_end:episode_end].sum()
+        row_end = episode_end
     return rewards + added
 
 
@@ -467,15 +495,6 @@ def gae(rewards, values, lengths, gamma, lam):
         adv[:, t] = later
     adv = torch.cat([row[:length] for row, length in zip(adv, lengths)])  # [C]
     return adv, adv + values
-
-
-def whiten(values, mean):
-    """Return (values - mean) / (std + 1e-8), [C], with mean and std (divisor n) over all ranks. A NaN stays
-    NaN and is not counted. mean: a function that averages a tensor over all ranks, in float64 and without its
-    NaNs. With sums in float32, equal advantages would be whitened to rounding noise instead of 0."""
-    centre = mean(values)
-    std = mean((values.double() - centre).square()) ** 0.5
-    return (values - centre) / (std + 1e-8)
 
 
 def value_loss(value, old_value, ret, value_clip):

@@ -155,7 +155,7 @@ def turns(scores, num_generations, *, lengths, rewards, **_):
         for s in scored:
             last = len(adv[s]) - 1
             token_rewards = {last: 0.0} | rewards[s]
-            # The rewards have to add up to the score, which a KL or a penalty may have changed.
+            # A KL or a penalty may have changed the score. The last reward takes the difference.
             difference = scores[s].item() - sum(rewards[s].values())
             token_rewards[max(rewards[s], default=last)] += difference
             to_go = 0.0

@@ -8,7 +8,7 @@ normalises every logprob and entropy over them. After an update the policy would
 would the reference model, but the same sets are used for both. DeepSeek-V3.2 calls this "keep sampling mask"
 (https://arxiv.org/abs/2512.02556, section 3.1).
 
-rollout.py reads the sets from its engines, and `table` makes them a tensor.
+rollout.py has the sets from its engines (rollout.kept_sets reads vLLM's), and `table` makes them a tensor.
 """
 import numpy as np
 import torch

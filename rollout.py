@@ -876,7 +876,8 @@ def truncated(probs, top_p, top_k, min_p):
     # Returns the probabilities with 0 for all tokens but those that sample_tokens draws from.
     ranked, order = probs.sort(-1, descending=True)
     ranked[ranked < min_p * ranked[:, :1]] = 0
-    ranked[:, top_k or len(ranked[0]):] = 0
+    if top_k:
+        ranked[:, top_k:] = 0
     # A token is dropped if the likelier ones already hold top_p of the probability that is left.
     ranked[ranked.cumsum(-1) - ranked >= top_p * ranked.sum(-1, keepdim=True)] = 0
     return torch.zeros_like(probs).scatter(-1, order, ranked)

@@ -145,10 +145,11 @@ def columns_of(rollouts, settings):
     max_steps = getattr(settings, "max_steps", 0)
     # The version of the weights is the number of steps that they were trained for.
     states = [SimpleNamespace(global_step=max(r.sampled_by), max_steps=max_steps) for r in rollouts]
+    # The prompt ends at spans[0, 0], where the first sampled tokens begin.
     return columns | {
         "prompts": [row["prompt"] for row in rows],
         "completions": copy.deepcopy([r.completion for r in rollouts]),
-        "completion_ids": [r.ids[len(r.prompt_ids):].tolist() for r in rollouts], "trainer_state": states}
+        "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
 
 
 def verl_arguments(columns, i):
@@ -372,7 +373,7 @@ class Scorer:
         s = settings
         self.settings = settings
         self.player = player
-        self.environment = player.reward_part    # the environment's class if it gives rewards, otherwise ""
+        self.environment = player.reward_part   # the environment's class if it gives rewards, otherwise ""
         self.weights = part_weights(s.reward_weights)           # {name of a part: weight}
         # The seconds in which all calls of a batch have to begin. The last one may take call_timeout as well,
         # which makes ten times call_timeout. evaluate_model.py sets no limit.

@@ -206,7 +206,7 @@ def part_means(dicts, prefix):
 
 
 def mean_or_zero(values):
-    return sum(values) / max(len(values), 1)
+    return math.fsum(values) / max(len(values), 1)      # the same in every version of Python
 
 
 def sample_lines(rollouts, n, tokenizer, step):

@@ -24,9 +24,10 @@ from bench.worked import mean_by_kind
 from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 smollm2 = ""                    # folders of runs with config/tasks/smollm2.py, with commas between them
-base = ""                       # a model, folders of runs of train_sft.py, and those of the runs of train_grpo.py
-warm = ""                       # that go on from them: docs/real_model.md has the commands. Beside each folder is
-then_rl = ""                    # a file FOLDER.jsonl, which evaluate_model.py has written
+warm = ""                       # out/warm0,out/warm1,... stand for files out/warm0.jsonl, ..., which evaluate_model.py
+                                # has written of models that have learned worked answers (docs/real_model.md)
+then_rl = ""                    # the same of the models that RL made of those
+base = ""                       # the same of the model before both, a single one
 grpo = ""                       # folders of runs of train_grpo.py
 ppo = ""                        # folders of runs of train_ppo.py
 guess = ""                      # folders of runs of train_grpo.py with config/tasks/guess.py

@@ -66,14 +66,18 @@ def tens(x, sign, y):
 def column(x, sign, y):
     """Do the ones, then the tens, with what is carried or borrowed; the answer puts the digits together."""
     high, low = divmod(x, 10)
+    high_of_y, low_of_y = divmod(y, 10)
     if sign == "+":
-        carried = " + 1" if low + y % 10 > 9 else ""
-        result = x // 10 + y // 10 + len(carried) // 4
-        return [equation(low, "+", y % 10)[0], f"{high} + {y // 10}{carried} = {result}"]
-    if low < y % 10:
-        high -= 1
-        low += 10
-    return [equation(low, "-", y % 10)[0], equation(high, "-", y // 10)[0]]
+        carry = (low + low_of_y) // 10
+        carried = " + 1" if carry else ""
+        last = f"{high} + {high_of_y}{carried} = {high + high_of_y + carry}"
+    else:
+        if low < low_of_y:
+            high -= 1
+            low += 10
+        last, _ = equation(high, "-", high_of_y)
+    first, _ = equation(low, sign, low_of_y)
+    return [first, last]
 
 
 def solve_sum(row, style):
@@ -82,9 +86,16 @@ def solve_sum(row, style):
     x, y = int(x), int(y)
     start = ""
     if sign == "-":
-        start = f"{x} {'<' if x < y else '>' if x > y else '='} {y}: "
+        comparison = "<" if x < y else ">"
+        if x == y:
+            comparison = "="
+        start = f"{x} {comparison} {y}: "
         x, y = max(x, y), min(x, y)
-    steps = [equation(x, sign, y)[0]] if x < 10 else style(x, sign, y)
+    if x < 10:
+        step, _ = equation(x, sign, y)
+        steps = [step]
+    else:
+        steps = style(x, sign, y)
     return start + ", ".join(steps)
 
 
@@ -148,13 +159,13 @@ TASKS = {
 
 def worked(task, split, count, seed):
     """Return the rows of a split, each with an answer as its completion. count: how many; 0 stands for all.
-    Of the training rows of chain_sum only every second sum is taken."""
-    spec, solve, styles, _ = TASKS[task]
-    with_sums = task == "chain_sum" and split == "train"
+    Half of the questions of chain_sum are sums; of those in the training rows every second one is left out."""
+    spec, solve, styles, kind = TASKS[task]
+    fewer_sums = task == "chain_sum" and split == "train"
     chosen = []
     sums = 0
-    for _, row in gym_rows(spec, split, 2 * count if with_sums else count, seed):
-        if with_sums and kind_of_sum(row) == "sums":
+    for _, row in gym_rows(spec, split, 2 * count if fewer_sums else count, seed):
+        if fewer_sums and kind(row) == "sums":
             sums += 1
             if sums % 2:
                 continue
@@ -172,9 +183,9 @@ def mean_by_kind(file):
     with open(file) as lines:
         for line in lines:
             row = json.loads(line)
-            task = "chain_sum" if row["source"] == "chain_sum" else "leap_year"
+            kind = kind_of_sum(row) if row["source"] == "chain_sum" else kind_of_year(row)
             for sample in row["samples"]:
-                by_kind[TASKS[task][-1](row)].append(sample["score"])
+                by_kind[kind].append(sample["score"])
                 if row["metadata"].get("num_digits") == 2:
                     by_style["in style " + style_of_sum(sample["completion"])].append(sample["score"])
     means = {}

@@ -217,6 +217,7 @@ RULES = (
     # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
     (lambda min_p: min_p < 1, ": must be below 1"),
+    (lambda eval_min_p: eval_min_p < 1, ": must be below 1"),
     (lambda top_k, top_p, min_p, trainers: top_k > 0 or top_p == 1 and min_p == 0,
      ": with top_p={top_p} and min_p={min_p} training needs one, such as 20, because it keeps all tokens "
      "that a token was drawn from"),
@@ -245,6 +246,8 @@ RULES = (
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
      ": with old_logprobs=engine the ratio corrects already"),
+    (lambda correction_high, engine_correction: correction_high == 2 or "mask" in engine_correction
+     or "truncate" not in engine_correction, " bounds a mask; correction_cap bounds a truncation"),
     (lambda correction_low, correction_high: correction_low < correction_high,
      " is not below correction_high={correction_high}"),
     (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),

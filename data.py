@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.chat_template import text_of_blocks
+from runtime.user_code import specs
 from tasks.generate_problems import generated_rows, held_out
 
 FILE_KINDS = ".jsonl", ".json", ".parquet"
@@ -313,8 +314,11 @@ def files_of(setting):
     # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted. What is no file stays as it
     # is, and read_rows refuses it. An empty setting goes by the name of both.
     sources = set()
-    for part in (setting or "train_file or eval_file").split(","):
-        source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part.strip()).groups()
+    for part in specs(setting) or ["train_file or eval_file"]:
+        source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part).groups()
+        if glob.glob(part, recursive=True):                     # a path that has a = itself
+            source = None
+            path = part
         if source and source in sources:
             raise ValueError(f"{setting}: the source {source} is named twice; a folder or a pattern names "
                              "several files at once")
@@ -336,8 +340,7 @@ def read_rows(name):
         path = hub_file(name)
     if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
         raise ValueError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
-                         "such files, which commas separate; SOURCE=PATH names the source of its rows, and a "
-                         "path with = in its first part begins with ./")
+                         "such files, which commas separate; SOURCE=PATH names the source of its rows")
     with naming(name), open(path, "rb") as file:
         if path.endswith(".parquet"):
             rows = parquet_rows(file)

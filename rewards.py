@@ -136,8 +136,7 @@ def load_reward(spec, task):
 def columns_of(rollouts, settings):
     """Return the columns that a reward may take, as in TRL. Of the data set's columns these are the ones that
     all rows have."""
-    # A reward that changes what it gets must not change the rows of the run, nor its conversations.
-    rows = copy.deepcopy([r.row for r in rollouts])
+    rows = [r.row for r in rollouts]
     columns = {}
     for key in rows[0]:
         if key != "prompt" and all(key in row for row in rows):
@@ -148,7 +147,7 @@ def columns_of(rollouts, settings):
     # The prompt ends at spans[0, 0], where the first sampled tokens begin.
     return columns | {
         "prompts": [row["prompt"] for row in rows],
-        "completions": copy.deepcopy([r.completion for r in rollouts]),
+        "completions": [r.completion for r in rollouts],
         "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
 
 
@@ -170,11 +169,15 @@ def arguments_of(reward, function, columns, logs):
     # Returns the arguments for a call of the reward's function. logs: {name: function}, by which the function
     # may log. `accepted` leaves out what the function does not take. A function of verl's form gets one of
     # these only if it has a parameter of this name, because its **kwargs are for columns.
+    # A reward that changes what it gets must not change the rows of the run, nor what other rewards get.
+    copied = {key: copy.deepcopy(values) for key, values in columns.items() if key != "environments"}
+    if "environments" in columns:
+        copied["environments"] = columns["environments"]
     name = f"reward {reward.name}"
     if reward.form == "TRL":
-        state = columns["trainer_state"][-1]                    # one for all completions, as in TRL
-        return accepted(function, columns | logs | {"trainer_state": state}, name)
-    rows = [verl_arguments(columns, i) for i in range(len(columns["completions"]))]
+        copied["trainer_state"] = copied["trainer_state"][-1]   # one for all completions, as in TRL
+        return accepted(function, copied | logs, name)
+    rows = [verl_arguments(copied, i) for i in range(len(columns["completions"]))]
     if reward.form == "verl":
         return accepted(function, rows[0], name, logs)
     batch = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}

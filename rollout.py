@@ -449,14 +449,20 @@ class Engine:
         """Return whether the last of these sampled ids completes a stop string."""
         token = sampled[-1]
         if token not in self.completing:
-            # It is read twice, because some tokenizers drop a space where a text begins. What stands for an
-            # incomplete character may become any character.
-            text = self.tokenizer.decode([token, token])
+            # It is read twice, because some tokenizers drop a space where a text begins. Others put one after
+            # a word when the next token comes. What stands for an incomplete character may become any one.
+            text = " " + self.tokenizer.decode([token, token])
             self.completing[token] = any(string[-1] in text or "\ufffd" in text for string in self.stop)
         if not self.completing[token]:                          # most tokens, which saves most of the time
             return False
-        text = self.tokenizer.decode(sampled[-self.stop_reach:])
-        return any(string in text for string in self.stop)
+        newest = sampled[-self.stop_reach:]
+        # If tokens are bytes, some tokenizers read nothing of a text that begins inside a character, up to
+        # the next token that is no byte. A character has at most four bytes, so one of the texts is readable.
+        for start in range(4):
+            text = self.tokenizer.decode(newest[start:])
+            if any(string in text for string in self.stop):
+                return True
+        return False
 
     def stop_if_signalled(self):
         """Do nothing. On a run's engine Run.begin replaces this method by Run.stop_if_signalled, which saves

@@ -460,6 +460,11 @@ def test_bounds_of_a_correction_that_leave_nothing_are_refused(capsys):
     with pytest.raises(SystemExit):
         check_run(settings, trainers=1)
     assert "correction_low=3.0 is not below correction_high=2.0" in capsys.readouterr().err
+    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"),
+                         ["--engine_correction=token_truncate", "--correction_high=5"])
+    with pytest.raises(SystemExit):
+        check_run(settings, trainers=1)
+    assert "correction_high=5.0 bounds a mask; correction_cap bounds a truncation" in capsys.readouterr().err
 
 
 def test_a_script_may_drop_a_setting():

@@ -603,7 +603,7 @@ def mixture(tmp_path, monkeypatch):
      "a0:all a1:all b0:all b1:all c0:all c1:all t0:test-1 t1:test-1 w0"),
     # The name is also the source of rows that have another one.
     ("x={folder}/more/deep/train.json,y=~/data/words.jsonl", "m0:x w0:y"),
-    ("./a=b/rows.jsonl,{folder}/a=b/rows.jsonl,z=a=b/rows.jsonl", "e0 e0 e0:z")])
+    ("a=b/rows.jsonl,./a=b/rows.jsonl,{folder}/a=b/rows.jsonl,z=a=b/rows.jsonl", "e0 e0 e0 e0:z")])
 def test_several_files(mixture, monkeypatch, setting, expected):
     """Parquet and JSONL, with the source of rows that the setting names."""
     monkeypatch.setenv("HOME", str(mixture))
@@ -627,19 +627,32 @@ def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
     ("data/words.jsonl,data/none.jsonl", "data/none.jsonl"), ("data/none-*.parquet", "data/none-*.parquet"),
     ("data/words.jsonl,more", "more"), ("data/README.md", "data/README.md"), ("one, two.jsonl", "one"),
     ("hf://OWNER/NAME/data.jsonl", "hf://OWNER/NAME/data.jsonl"),
-    ("words=data/words.jsonl,none=data/none.jsonl", "data/none.jsonl"), ("a=b/rows.jsonl", "b/rows.jsonl"),
+    ("words=data/words.jsonl,none=data/none.jsonl", "data/none.jsonl"), ("a=c/rows.jsonl", "c/rows.jsonl"),
     ("words=", "")])
 def test_what_is_no_file_is_named_among_several(mixture, setting, name):
     write(mixture / "one, two.jsonl", GOOD)
     with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .json or .parquet, nor a "
                                          "folder or a pattern of such files, which commas separate; "
-                                         "SOURCE=PATH names the source of its rows, and a path with = in its first "
-                                         "part begins with ./"):
+                                         "SOURCE=PATH names the source of its rows"):
         data.file_rows(setting)
     with pytest.raises(ValueError, match="^a=data,b=data,a=more: the source a is named twice; a folder or a pattern"):
         data.file_rows("a=data,b=data,a=more")
+    # Commas that separate nothing are left out.
+    assert [*data.files_of("data/words.jsonl,")] == [*data.files_of("data/words.jsonl")]
     # A pattern, or its folder, takes a file with a comma in its name.
     assert rows_of("eval", 0, eval_file="one? two.jsonl")[0]["answer"] == "2"
+
+
+def test_a_path_with_an_equals_sign_is_itself(tmp_path, monkeypatch):
+    """Also as a pattern, and beside a file that the text behind the sign names."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("year=2024", "year=2025", "held_out", "2024"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "part.jsonl", GOOD)
+    parts = [(f"year={year}/part.jsonl", None) for year in (2024, 2025)]
+    assert [*data.files_of("year=*/part.jsonl")] == [*data.files_of(",".join(name for name, _ in parts))] == parts
+    assert [*data.files_of("year=held_out/part.jsonl,n=year=2024")] == [
+        ("held_out/part.jsonl", "year"), ("year=2024/part.jsonl", "n")]
 
 
 def test_a_file_whose_name_reads_like_a_pattern_is_itself(tmp_path, monkeypatch):

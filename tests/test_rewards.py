@@ -543,6 +543,20 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
         assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("call_timeout", [0.0, 5.0])
+def test_a_reward_that_changes_its_arguments_changes_nobody_elses(scorer, tmp_path, call_timeout):
+    source = ("def first(completions, words, **_):\n    words[0].pop()\n    completions[0][-1]['content'] = 'x'\n"
+              "    return [0.0] * len(completions)\n"
+              "def second(completions, words, **_):\n"
+              "    return [len(words[0]) + len(completions[0][-1]['content'])] * len(completions)\n")
+    path = f"{tmp_path}/my_reward.py"
+    completion = [{"role": "assistant", "content": "abcde"}]
+    rollouts = [rollout(row | {"words": ["a", "b"]}, completion) for row in ROWS]
+    scorer(source, reward=f"{path}:first, {path}:second", call_timeout=call_timeout)(rollouts)
+    assert rollouts[0].parts["second"] == 7 and rollouts[0].row["words"] == ["a", "b"]
+    assert completion[0]["content"] == "abcde"
+
+
 def test_functions_of_a_file_share_a_process_that_runs_it_once(scorer, tmp_path):
     source = ("import os\nwith open(__file__ + '.log', 'a') as log: log.write('run\\n')\n"
               "def reward(completions, **_): return [float(os.getpid())] * len(completions)\n"

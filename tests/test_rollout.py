@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM,
                           GenerationConfig)
 
@@ -225,6 +226,40 @@ def test_a_stop_string_inside_a_token(talker, monkeypatch):
         assert r.sampled_ids.tolist() == before.sampled_ids[:count].tolist() and r.finish_reason == reason
         assert rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30], engine.stop) == text
         assert reason == "length" or text.endswith("<too") or before.finish_reason == "stop"
+
+
+BYTES = [f"<0x{number:02X}>" for number in range(256)]       # as in the tokenizers of Llama 2 and Mistral v0.1
+LLAMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+
+
+@pytest.mark.parametrize("decoder, pieces, stops", [
+    (LLAMA, ["答", "案", "🎉", "\n", "😀", "é", "▁the", "a", "User", ":", "</", "answer", ">"],
+     ["\\n", "答", "😀", "</answer>", "\\nUser:"]),
+    (decoders.BPEDecoder("</w>"), ["a", "a</w>", "b", "b</w>", "user", "user</w>", ":", ":</w>"], ["user: ", "a "])])
+def test_a_stop_string_is_seen_when_the_whole_text_has_it(decoder, pieces, stops):
+    """Also where tokens are bytes, of which no text can begin in the middle of a character, and where a word
+    shows its space only with the next one."""
+    rng = random.Random(0)
+    whole = [piece for piece in pieces if decoder is not LLAMA or piece.isascii() and piece != "\n" or piece == "▁the"]
+    vocabulary = {token: i for i, token in enumerate([*BYTES, *whole])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoder
+    for _ in range(300):
+        stop = rng.choice(stops)
+        engine = rollout.Engine()
+        engine.stop = rollout.stop_strings(stop)
+        engine.stop_reach = len(stop.encode()) + 8
+        engine.tokenizer = tokenizer
+        engine.completing = {}
+        ids = []
+        for piece in rng.choices(pieces, k=30):
+            ids += [vocabulary[piece]] if piece in vocabulary else [vocabulary[BYTES[byte]] for byte in piece.encode()]
+        for count in range(1, len(ids) + 1):
+            text = tokenizer.decode(ids[:count])
+            stopped = any(string in text for string in engine.stop)
+            assert engine.has_stopped(ids[:count]) == stopped, (stop, text)
+            if stopped:
+                break
 
 
 def test_how_stop_strings_are_written():

@@ -203,8 +203,8 @@ def overlong_penalty(lengths, max_length, buffer):
 #   engine_logp [C]: the logprobs of the engine when it sampled, also if old_logp is the trainer's.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
-# -adv * grad(logp). All losses clamp logp - old_logp to [-20, 20]: beyond that exp may overflow, and
-# infinity * 0 is NaN.
+# -adv * grad(logp). Every loss with a ratio clamps its logarithm to [-20, 20]: beyond that exp may overflow,
+# and infinity * 0 is NaN.
 
 def of_sequence(values, mean):
     """Return for each token the mean over its sequence, with the gradient of the token's own value; [C]."""

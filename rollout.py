@@ -745,8 +745,9 @@ def drop_kernels(model):
 class HFEngine(Engine):
     """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read.
 
-    A step answers all queued requests completely, or the first max_seqs of them if there are more. The
-    arguments are those of VLLMEngine. gpu_memory_utilization, tensor_parallel_size and apart have no effect.
+    A step answers queued requests completely: those that sample like the first, and at most max_seqs of them.
+    The arguments are those of VLLMEngine; gpu_memory_utilization, tensor_parallel_size and apart have no
+    effect.
     """
     name = "hf"
     naming = "module"
@@ -859,7 +860,7 @@ def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0, min_p=0.0):
     softmax(logits / temperature), restricted to the tokens with at least min_p of the largest probability,
     then to the top_k likeliest (0 keeps all), then to the fewest that hold top_p of what is left. With a
     top_k it also returns a mask of these tokens, bool [R, V], otherwise None. Temperature 0 takes the
-    likeliest token.
+    likeliest token, and its logprob is that at temperature 1.
     """
     if temperature == 0:
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1), None

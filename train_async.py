@@ -73,9 +73,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # turns (of episodes, or steps), none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+, k3_is: the loss gets the KL; k1_reward: each score loses it;
-                                # k1_advantage: each token's advantage loses it (on-policy distillation); see
-                                # losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+, k3_is: the KL is added to the loss; k1_reward: it is subtracted
+                                # from each score; k1_advantage: from each token's advantage (on-policy
+                                # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -115,8 +115,7 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer; weights are read further down. The clock is the time at
-    # which the run began, for chat templates that print a date.
+    # folders has the models' paths and the tokenizer. Some chat templates print the date, that of the clock.
     folders = open_folders(settings, longest, clock)
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
@@ -130,7 +129,7 @@ with input_errors():                                            # a ValueError b
 if not bridge.trains:
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
-        # The reward must be able to score made-up completions of two prompts, or the run stops here.
+        # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
         scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids,
                                              apart=True)
@@ -156,7 +155,7 @@ with input_errors():
 optimizer = make_optimizer(policy, learning_rate, settings)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 bridge.take("ready", 0)                                         # waits until all engines are made
-# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
+# begin opens the log, prints data_note and `updates`, and restores optimizer and version of a resumed run.
 log = run.begin(networks, bridge, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
@@ -228,9 +227,10 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    # Skipped rollouts are not computed, but count in the loss's denominator. shares: what this rank computes.
+    # Skipped rollouts are not computed, but their tokens still count in the denominator of the loss.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
-    shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
+    computed = [[s for s in update if s not in skipped] for update in updates]
+    shares = deal_to_ranks(rollouts, computed)                  # this rank's part of each update
     # The ratio compares the policy with pi_old, the policy before the first update. For the age of the
     # rollouts engine_correction weighs tokens.
     old_logps = None                                            # one update per step: pi_old is the policy

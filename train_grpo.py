@@ -65,9 +65,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # turns (of episodes, or steps), none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+, k3_is: the loss gets the KL; k1_reward: each score loses it;
-                                # k1_advantage: each token's advantage loses it (on-policy distillation); see
-                                # losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+, k3_is: the KL is added to the loss; k1_reward: it is subtracted
+                                # from each score; k1_advantage: from each token's advantage (on-policy
+                                # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -90,19 +90,17 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
+# the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder, in which it keeps a copy of this script. run.resumed is
-# the checkpoint that the run resumes, or None. run.state is saved with each checkpoint; its "position" counts
-# the training rows drawn so far.
+# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
+# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer; weights are read further down. The clock is the time at
-    # which the run began, for chat templates that print a date.
+    # folders has the models' paths and the tokenizer. Some chat templates print the date, that of the clock.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
@@ -110,18 +108,19 @@ with input_errors():                                            # a ValueError b
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
-    # The reward must be able to score made-up completions of two prompts, or the run stops here.
+    # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
-    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
-    start = run.resumed if run.resumed and not lora_rank else folders.policy
+    # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
+    start = folders.policy
+    if run.resumed and not lora_rank:
+        start = run.resumed
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
 networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
-# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
+# begin opens the log, prints data_note and `updates`, and restores optimizer and version of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
@@ -148,8 +147,8 @@ sample = rollout.Sampler(player, rollout_engine)
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d], so [C] to {s: [len]}
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
 # C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
-# empty ones. In a sequence_group one rank gets the logprobs and computes the loss. The others have C = 0, and
-# the backward pass sends them the gradients of their part of the tokens.
+# empty ones. In a sequence_group every rank computes its part of the tokens, and one of them gets the
+# logprobs and computes the loss. The others see C = 0, and the backward pass sends them their gradients.
 # log.metrics takes figures that all ranks agree on; log.add takes figures to sum or average over the ranks.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
@@ -180,7 +179,7 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # the engine's logp for the policy's
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1, by the engine's logp
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -193,14 +192,15 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    # Skipped rollouts are not computed, but count in the loss's denominator. shares: what this rank computes.
+    # Skipped rollouts are not computed, but their tokens still count in the denominator of the loss.
     skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
-    shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # The ratio compares the policy with pi_old, the policy before the first update. If another script
-    # keeps older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for that.
+    computed = [[s for s in update if s not in skipped] for update in updates]
+    shares = deal_to_ranks(rollouts, computed)                  # this rank's part of each update
+    # The ratio compares the policy with pi_old, the policy before the first update. If a script keeps
+    # older rollouts, pi_old is the policy that sampled, unless engine_correction makes up for that.
     stale = any(r.sampled_by != {step} for r in rollouts)
     old_logps = None                                            # one update per step: pi_old is the policy
-    if old_logprobs == "engine" or stale and engine_correction == "none":
+    if old_logprobs == "engine" or (stale and engine_correction == "none"):
         old_logps = engine_logps
     elif num_mini_batches > 1:
         with log.timed("old_log_prob"):

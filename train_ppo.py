@@ -78,19 +78,17 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
+# the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder, in which it keeps a copy of this script. run.resumed is
-# the checkpoint that the run resumes, or None. run.state is saved with each checkpoint; its "position" counts
-# the training rows drawn so far.
+# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
+# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer; weights are read further down. The clock is the time at
-    # which the run began, for chat templates that print a date.
+    # folders has the models' paths and the tokenizer. Some chat templates print the date, that of the clock.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
@@ -98,11 +96,12 @@ with input_errors():                                            # a ValueError b
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
-    # The reward must be able to score made-up completions of two prompts, or the run stops here.
+    # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
     scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
-    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
-    start = run.resumed if run.resumed and not lora_rank else folders.policy
+    # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
+    start = folders.policy
+    if run.resumed and not lora_rank:
+        start = run.resumed
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
@@ -114,7 +113,7 @@ optimizer = make_optimizer(policy, learning_rate, settings)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
 # These are by subfolder of a checkpoint; "" is the checkpoint's own folder.
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
-# begin opens the log, loads the optimizer's state if the run is resumed, and tells the engine its version.
+# begin opens the log, prints data_note and `updates`, and restores optimizer and version of a resumed run.
 log = run.begin(networks, rollout_engine, data_note,
                 updates=f"{num_epochs * num_mini_batches} optimizer step(s)")
 if run.resumed and lora_rank:                                   # the engine still has the initial model

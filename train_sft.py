@@ -56,7 +56,7 @@ settings.num_generations = 1                                    # nothing is sam
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
+# the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 run = Run(settings, __file__)

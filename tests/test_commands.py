@@ -52,7 +52,7 @@ REASONS = {
     r"--eval_prompts=0 --samples=8|'mean@8'": "test_first_run.py plays both",
     r"(report|evaluate_model)\.py \S+( out/run1 out/run2)?$": "test_report.py and test_evaluate.py play it",
     r"--save_rollouts": "test_run_log.py plays it",
-    r"smollm2|out/teacher": "it needs a larger model than the repository has",
+    r"smollm2|out/teacher|warm0|leap_|other_years|\$\{run": "it needs a larger model than the repository has",
     r"config/|train_\w+\.py$|train_ppo\.py --seed": "test_recipes.py plays each script and each config",
     r"bench[./]|tiny\.pretrain": "it takes ten seconds to hours, and measures or makes what the repository has",
     r"--engine=vllm|--max_staleness=4|--dtype|--eval_interval=2|--max_steps=8|--prompts_per_step=16|--lora_rank=R":

@@ -113,14 +113,19 @@ def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap,
     keys = key.split(segments.key_sizes, 2)
     values = value.split(segments.key_sizes, 2)
     outputs = []
-    for q, k, v in zip(queries, keys, values):
-        before = k.shape[2] - q.shape[2]                    # the keys before the segment's own tokens
-        alone = before == 0 and k.shape[2] <= window        # then it needs no mask
+    for q, k, v, size, key_size in zip(queries, keys, values, segments.sizes, segments.key_sizes):
+        before = key_size - size                            # the keys before the segment's own tokens
+        alone = before == 0 and key_size <= window          # then it needs no mask
         mask = None                                         # [len, keys], added to the scores
         if not (alone and fused):
-            # The logarithm of 1 where a token sees a key, and of 0 elsewhere.
-            seen = q.new_ones(q.shape[2], k.shape[2]).tril(before)
-            mask = seen.triu(before + 1 - min(window, k.shape[2])).log()
+            # All layers share the masks: making them anew for each layer took a tenth of an update, and each
+            # layer kept its own for the backward pass.
+            shape = size, key_size, window
+            if shape not in segments.made:
+                # The logarithm of 1 where a token sees a key, and of 0 elsewhere.
+                seen = q.new_ones(size, key_size).tril(before)
+                segments.made[shape] = seen.triu(before + 1 - min(window, key_size)).log()
+            mask = segments.made[shape]
         if fused:
             output = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=alone, scale=scaling, enable_gqa=True)

@@ -217,7 +217,6 @@ RULES = (
     # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
     (lambda min_p: min_p < 1, ": must be below 1"),
-    (lambda eval_min_p: eval_min_p < 1, ": must be below 1"),
     (lambda top_k, top_p, min_p, trainers: top_k > 0 or top_p == 1 and min_p == 0,
      ": with top_p={top_p} and min_p={min_p} training needs one, such as 20, because it keeps all tokens "
      "that a token was drawn from"),

@@ -120,7 +120,7 @@ def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap,
         if not (alone and fused):
             # All layers share the masks: making them anew for each layer took a tenth of an update, and each
             # layer kept its own for the backward pass.
-            shape = size, key_size, window
+            shape = size, key_size, window, q.dtype
             if shape not in segments.made:
                 # The logarithm of 1 where a token sees a key, and of 0 elsewhere.
                 seen = q.new_ones(size, key_size).tril(before)

@@ -100,7 +100,7 @@ for group in groups[:show]:
         score = group[texts.index(text)].score
         print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {score:g}\n")
 if output:
-    rows = []
+    results = []
     for group in groups:
         lines = []
         for r in group:
@@ -108,9 +108,9 @@ if output:
             lines.append({"completion": completion, "score": r.score, "finish_reason": r.finish_reason})
         # The mean is None if no sample was scored.
         mean = evaluation_metrics(group, samples).get(f"eval/mean@{samples}")
-        rows.append(group[0].row | {f"mean@{samples}": mean, "samples": lines})
+        results.append(group[0].row | {f"mean@{samples}": mean, "samples": lines})
     open(output, "w").close()                                   # earlier results have stayed until now
-    append(output, rows)                                        # a score of NaN becomes null
+    append(output, results)                                     # a score of NaN becomes null
 problems = failures(rollouts)
 if problems:
     print(f"{len(problems)} of {len(rollouts)} completions were not scored; the first: {problems[0]}")

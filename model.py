@@ -201,13 +201,20 @@ def micro_batches(network, rollouts, chosen, token_budget):
         yield batches.pop(0).to(device)
 
 
-def deal_to_ranks(rollouts, updates):
+def deal_to_ranks(rollouts, updates, skipped=()):
     """Return this rank's part of each update, as lists of s. updates: lists of s, the same on every rank.
-    packing.deal gives each rank about the same number of tokens."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if world_size == 1:
-        return updates
-    return [deal(rollouts, chosen, world_size)[rank] for chosen in updates]
+
+    skipped: a set of s that are in no part. packing.deal gives each rank about the same number of tokens.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    shares = []
+    for update in updates:
+        share = [s for s in update if s not in skipped]
+        if world_size > 1:
+            share = deal(rollouts, share, world_size)[rank]
+        shares.append(share)
+    return shares
 
 
 @torch.no_grad()
@@ -244,12 +251,13 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
 
 # ---------------------------------------------------------------- loading and sharding
 
-def open_folders(settings, longest, clock=None):
+def open_folders(settings, longest, resumed=None, clock=None):
     """Read what a run needs from its models' folders before it loads weights.
 
-    settings: a script's. longest: the number of tokens in its longest row. clock: see load_tokenizer. The
-    result has the attributes
-        policy       a folder or hub id
+    settings: a script's. longest: the number of tokens in its longest row. resumed: the checkpoint that the
+    run resumes, or None. clock: when the run began, for chat templates that print the date. The result has
+    the attributes
+        policy       the folder or hub id that the policy is loaded from
         reference    the same, if the script has the setting reference_model
         critic       the same, if the script has the setting critic_model
         tokenizer    the policy's tokenizer
@@ -268,6 +276,9 @@ def open_folders(settings, longest, clock=None):
     folders.eos_ids = distributed.from_master(end_tokens(policy, tokenizer))    # a hub may fail a rank
     folders.suits = getattr(read_config(policy), "suits", {})
     folders.note = settings.chat and end_note(tokenizer, folders.eos_ids)
+    # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
+    if resumed and not settings.lora_rank:
+        folders.policy = resumed
     return folders
 
 

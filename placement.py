@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import rollout
 from runtime import distributed
+from weights import engine_weights
 
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
@@ -41,8 +42,9 @@ class Bridge:
     settings          what configure returned
     engines           how many engines there are
     ranks_per_engine  how many ranks each of them has
-    name, naming      those of an engine: for runtime.run the bridge is the trainers' engine, which has these
-                      two, allocated, load_weights and close
+    kind              their class
+    name              that of an engine: for runtime.run the bridge is the trainers' engine, which has this,
+                      allocated, update_weights and close
     received          {(engine, key): the Rollouts of this engine}, which wait for those of other engines
     sampled           {key: the Rollouts of all engines}, which the trainers have not taken yet; a key is a
                       pair (kind, number). A script that resumes adds what kept_ahead returns.
@@ -63,9 +65,8 @@ class Bridge:
         self.settings = settings
         self.ranks_per_engine = settings.vllm_tensor_parallel_size
         self.engines = settings.rollout_ranks // self.ranks_per_engine
-        kind = rollout.engine_class(settings.engine)
-        self.name = f"{kind.name}, {self.engines} apart"
-        self.naming = kind.naming
+        self.kind = rollout.engine_class(settings.engine)
+        self.name = f"{self.kind.name}, {self.engines} apart"
         self.received = {}
         self.sampled = {}
 
@@ -116,9 +117,10 @@ class Bridge:
             for tensor in as_tensors(message):
                 self.gloo.broadcast(tensor, 0).wait(FOREVER)
 
-    def load_weights(self, named_tensors, version):
-        """Send all engines what weights.engine_weights yields. A collective of the trainers."""
-        for name, value in named_tensors:
+    def update_weights(self, policy, version):
+        """Send all engines the weights of a model.Policy. A collective of the trainers."""
+        dtype = distributed.compute_dtype(self.settings.dtype)
+        for name, value in engine_weights(policy, self.kind.naming, dtype):
             if not torch.is_tensor(value):                      # the checksums, which come last
                 self.tell(("checksums", name, value))
             elif self.speaks:

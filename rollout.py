@@ -13,8 +13,9 @@ They have these methods:
     add(request)                    queues a Request; raises ValueError if it could exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
     abort(names)                    ends requests whose Answers nobody waits for
-    load_weights(tensors, version)  loads these weights for the next steps
-    switch(version)                 loads the weights of this version, which train_async.py provides
+    update_weights(policy, version) loads a trained policy's weights for the next steps
+    load_weights(tensors, version)  does the same with named tensors
+    switch(version)                 does the same with those of a version, which train_async.py provides
     generate(requests)              calls add and step until all Requests are answered
 
 episodes.py calls add and step itself, because it adds requests while others are still being answered. With
@@ -50,7 +51,7 @@ from runtime import distributed
 from runtime.checkpoint import json_text
 from runtime.model_folder import load_tokenizer, model_class
 from runtime.logprobs import head_logits
-from weights import checksum, load_checked, reload_vllm
+from weights import checksum, engine_weights, load_checked, reload_vllm
 
 # These fields of a Rollout are saved although JSON may change them. from_arrays restores the keys of rewards
 # and the tuples of versions. The row and the completion hold the user's data, where a change is accepted.
@@ -246,6 +247,7 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     except Exception as error:
         raise ValueError(f"engine={kind.name} cannot run {model}, the other engine may: "
                          f"{error!r:.300}") from error
+    engine.dtype = dtype
     if settings.stop:
         engine.stop = stop_strings(settings.stop)
         # No string has more bytes than the setting, and a token with text has at least one. The 8 are for
@@ -347,6 +349,7 @@ class Engine:
     name = "none"
     allocated = 0           # the bytes that PyTorch counts for the engine
     version = 0             # the version of the weights, as in Rollout
+    dtype = None            # the dtype that the model computes in; load_engine sets it
     max_length = math.inf   # how many tokens a sequence may have
     # load_engine sets these three if there are strings that end an answer.
     stop = ()               # the strings
@@ -395,6 +398,10 @@ class Engine:
     def switch(self, version):
         """Load the weights of this version."""
         self.load_weights(self.incoming(version), version)
+
+    def update_weights(self, policy, version):
+        """Load the weights of a model.Policy, as load_weights does. A collective."""
+        self.load_weights(engine_weights(policy, self.naming, self.dtype), version)
 
     def load_weights(self, named_tensors, version):
         """Load weights. With in_flight, requests that have begun continue with their old KV cache; otherwise

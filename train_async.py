@@ -38,7 +38,6 @@ from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference
                    micro_batches, open_folders, set_rates, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
 from runtime.run import Run, check_run
-from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -58,10 +57,10 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0,
 # sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
-# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
-# save_interval=20.
+# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4, save_interval=20.
+# Besides these, lora_rank=0 says which weights an engine begins with.
 from config.shared import *
 # placement: docs/placement.md
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
@@ -115,24 +114,22 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer. Some chat templates print the date, that of the clock.
-    folders = open_folders(settings, longest, clock)
+    # folders has the models' paths. The clock says when the run began; some chat templates print the date.
+    folders = open_folders(settings, longest, resumed, clock)
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    # A resumed run starts from its checkpoint. That of a LoRA run holds only adapters, so policy and engine
-    # start from the initial model, and load_policy adds the adapters, which run.adapter names.
-    start = resumed if resumed and not lora_rank else folders.policy
 
 # ---------------------------------------------------------------- the engines
 if not bridge.trains:
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
-        scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-        rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids,
-                                             apart=True)
+        first_prompts, _ = train_set.draw(0, 1, seed)
+        scorer.check_rewards(first_prompts + eval_set[:1])
+        rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest,
+                                             folders.eos_ids, apart=True)
     # With lora_rank the engine still has the initial model, version 0, and takes the newest one first.
     rollout_engine.version = 0 if lora_rank else version
     rollout_engine.incoming = bridge.weights
@@ -148,17 +145,15 @@ if not bridge.trains:
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
 with input_errors():
-    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)
-    reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
+    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
+    policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
+    reference = None
+    if kl_coef > 0:
+        reference = load_reference(folders.reference, policy, mesh, compute_dtype)
 optimizer = make_optimizer(policy, learning_rate, settings)
-networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
 bridge.take("ready", 0)                                         # waits until all engines are made
-# begin opens the log, prints data_note and `updates`, and restores optimizer and version of a resumed run.
-log = run.begin(networks, bridge, data_note, updates=f"{num_mini_batches} optimizer step(s)")
-if run.resumed and lora_rank:                                   # the engine still has the initial model
-    bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
+log = run.begin(policy, optimizer, bridge)                      # a resumed run gets back its optimizer
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
 
 
@@ -181,15 +176,14 @@ for step in range(run.first_step, max_steps + 1):
     if run.due(eval_interval):
         with log.timed("eval"):
             held_out = bridge.take("eval", step, eval_set)      # sampled with the same seeds every time
-            # Trainers and engines have the same weights. The run stops if the mean |logp - engine_logp| of 32
-            # rollouts per rank is over gap_bound. Without a top_k, the trainer cannot know which tokens top_p
-            # and min_p had left, and nothing is compared. Of greedy completions engines give the logprobs at
-            # temperature 1.
+            # Trainers and engines have the same weights, so their logprobs of 32 rollouts per rank have to
+            # agree. Without a top_k, the trainer cannot know which tokens top_p and min_p had left, and
+            # nothing is compared. Of greedy completions engines give the logprobs at temperature 1.
             sampling = rollout.sampling_of(settings, "eval_")
             if sampling["top_k"] or sampling["top_p"] == 1 and sampling["min_p"] == 0:
                 few = range(rank, min(32 * world_size, len(held_out)), world_size)
                 logps = token_logprobs(policy, held_out, few, token_budget, sampling["temperature"] or 1.0)
-                compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
+                run.compare_logprobs(held_out, logps)
             log.evaluation(held_out, eval_samples)
     if run.due(save_interval):
         save()
@@ -218,8 +212,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0; its tokens
-    # still count in the denominator of the loss.
+    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
@@ -227,10 +220,8 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    # Skipped rollouts are not computed, but their tokens still count in the denominator of the loss.
-    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
-    computed = [[s for s in update if s not in skipped] for update in updates]
-    shares = deal_to_ranks(rollouts, computed)                  # this rank's part of each update
+    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}         # not computed
+    shares = deal_to_ranks(rollouts, updates, skipped)          # this rank's part of each update
     # The ratio compares the policy with pi_old, the policy before the first update. For the age of the
     # rollouts engine_correction weighs tokens.
     old_logps = None                                            # one update per step: pi_old is the policy
@@ -245,8 +236,7 @@ for step in range(run.first_step, max_steps + 1):
         # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]. With token_mean it is 1 / the sampled tokens of the update, on all ranks together, so how
-            # rollouts are dealt to ranks and packed into micro-batches does not change the gradient.
+            # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
             new_logps = {}                                      # {s: [len]}
             for batch in micro_batches(policy, rollouts, share, token_budget):
@@ -274,8 +264,8 @@ for step in range(run.first_step, max_steps + 1):
             if u == 0:
                 # A gap stops the run only if the policy itself has sampled. With in_flight nobody knows which
                 # weights read the prompts.
-                bound = math.inf if in_flight or log.metrics["async/staleness/max"] else run.gap_bound
-                log.metrics |= compare_logprobs(rollouts, new_logps, bound, tokenizer)
+                same_weights = not in_flight and log.metrics["async/staleness/max"] == 0
+                log.metrics |= run.compare_logprobs(rollouts, new_logps, bounded=same_weights)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite
                 optimizer.step()
@@ -283,7 +273,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), step + 1)
+        bridge.update_weights(policy, step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples

@@ -32,7 +32,6 @@ from episodes import Player
 from model import (deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs, token_values)
 from runtime.run import Run
-from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -53,10 +52,9 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0,
 # sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
-# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
-# save_interval=20.
+# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4, save_interval=20.
 from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
@@ -84,40 +82,35 @@ rank, world_size, device, mesh, sequence_group = distributed.set_up(
 # Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
 # None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
 run = Run(settings, __file__, critic=True)
-B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
+B = prompts_per_step // world_size                              # prompts per rank
+G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths and the tokenizer. Some chat templates print the date, that of the clock.
-    folders = open_folders(settings, longest, run.state["clock"])
+    # folders has the models' paths. The clock says when the run began; some chat templates print the date.
+    folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
-    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
+    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
     # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
-    scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-    # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
-    start = folders.policy
-    if run.resumed and not lora_rank:
-        start = run.resumed
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)
+    first_prompts, _ = train_set.draw(0, 1, seed)
+    scorer.check_rewards(first_prompts + eval_set[:1])
+    policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group)
-    reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
+    reference = None
+    if kl_coef > 0:
+        reference = load_reference(folders.reference, policy, mesh, compute_dtype)
+    rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
-# These are by subfolder of a checkpoint; "" is the checkpoint's own folder.
-networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
-# begin opens the log, prints data_note and `updates`, and restores optimizer and version of a resumed run.
-log = run.begin(networks, rollout_engine, data_note,
-                updates=f"{num_epochs * num_mini_batches} optimizer step(s)")
-if run.resumed and lora_rank:                                   # the engine still has the initial model
-    rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
+# A resumed run gets back its optimizers. Each checkpoint has the critic in the subfolder critic.
+log = run.begin(policy, optimizer, rollout_engine, critic=(critic, critic_optimizer))
 # sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
 # step began is saved. A second Ctrl-C ends it at once.
 sample = rollout.Sampler(player, rollout_engine)
@@ -190,9 +183,9 @@ for step in range(run.first_step, max_steps + 1):
     shares += [[s for s in update if s in here] for update in updates[num_mini_batches:]]
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)       # {s: [len]}
-    # Trainer and engine still have the same weights. Before these move, the run stops if the mean
-    # |logp - engine_logp| is over gap_bound: 1e-3 nats in float32, about 0.05 in bfloat16.
-    log.metrics |= compare_logprobs(rollouts, old_logps, run.gap_bound, tokenizer, version=step)
+    # Policy and engine still have the same weights, so their logprobs have to agree, on average
+    # to 1e-3 nats in float32 and to about 0.05 in bfloat16. Otherwise the run stops.
+    log.metrics |= run.compare_logprobs(rollouts, old_logps, version=step)
     with log.timed("values"):
         old_values = token_values(critic, rollouts, my_share, token_budget)             # {s: [len]}
     ref_logps = old_logps                                                               # {s: [len]}
@@ -228,8 +221,7 @@ for step in range(run.first_step, max_steps + 1):
                              lr_decay, warmup_steps)
     log.metrics |= set_rates(critic_optimizer, "critic/lr", step, max_steps, lr_decay, warmup_steps)
     for update, share in zip(updates, shares):
-        # [N]. With token_mean it is 1 / the sampled tokens of the update, on all ranks together, so how
-        # rollouts are dealt to ranks and packed into micro-batches does not change the gradient.
+        # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
         weight = scores.isfinite() * losses.sequence_weights(
             lengths, loss_aggregation, update, G, max_completion_length)                # [N]
         with log.timed("update_critic"):
@@ -267,7 +259,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step + 1)
+        rollout_engine.update_weights(policy, step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples

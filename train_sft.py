@@ -25,7 +25,6 @@ from model import (deal_to_ranks, gathered_logprobs, load_policy, make_optimizer
                    set_rates)
 from runtime.run import Run
 from tasks.examples import load_examples
-from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -43,10 +42,9 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated problems, order of rows, sampling
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0,
 # sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
-# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
-# save_interval=20.
+# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4, save_interval=20.
 from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
@@ -63,28 +61,27 @@ run = Run(settings, __file__)
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    folders = open_folders(settings, longest, run.state["clock"])
+    folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
     # train_rows and held_out have a list of examples for each row; eval_set is a list of held-out prompts.
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
-    run.check_data(folders, train_set, eval_set)                # a resumed run must have the same prompts
-    # A checkpoint of a LoRA run holds only adapters, which load_policy adds to the initial model.
-    start = run.resumed if run.resumed and not lora_rank else folders.policy
+    turn = train_rows[0][-1]
+    run.check_data(folders, train_set, eval_set, (
+        f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} "
+        f"tokens. In the first one, {tokenizer.decode(turn.ids)[-500:]!r}, it learns "
+        f"{tokenizer.decode(turn.sampled_ids)[:500]!r}."))      # a resumed run must have the same prompts
     rollout_engine = rollout.Engine()                           # this one samples nothing
     if reward != "none":                                        # with a reward, held-out prompts are sampled
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
-        rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)
+        rollout_engine = rollout.load_engine(
+            settings, folders.policy, compute_dtype, longest, folders.eos_ids)
+    policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
 optimizer = make_optimizer(policy, learning_rate, settings)
-networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
-log = run.begin(networks, rollout_engine, (
-    f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} tokens. "
-    f"In the first one, {tokenizer.decode(train_rows[0][-1].ids)[-500:]!r}, it learns "
-    f"{tokenizer.decode(train_rows[0][-1].sampled_ids)[:500]!r}."), updates="an optimizer step")
+log = run.begin(policy, optimizer, rollout_engine)              # a resumed run gets back its optimizer
 sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -97,7 +94,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["eval/token_loss"] = -torch.cat([*logps.values()]).mean().item()
         log.say(f"step {step:3d}  eval/token_loss {log.metrics['eval/token_loss']:.4f}")
         if reward != "none":
-            rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step)
+            rollout_engine.update_weights(policy, step)
             log.evaluate(eval_set, eval_samples, sample, scorer)        # samples, scores and logs
     if run.due(save_interval):
         run.save()                                              # nothing if the run has just begun or resumed

@@ -5,15 +5,9 @@ Weights from the trainer to the engine, and whether they arrived.
                        and at the end their checksums
     load_checked       lets an engine load them, and stops the run if they did not arrive as they were sent
     reload_vllm        lets vLLM load them, and returns the checksums of what it has written
-    compare_logprobs   compares the engine's logprobs with the trainer's, and stops a run whose engine
-                       computes another model
 """
-import math
-
 import torch
 from transformers.core_model_loading import revert_weight_conversion
-
-from runtime import distributed
 
 SUMS = "checksums"              # the name that weights.engine_weights gives to its last pair
 
@@ -133,64 +127,3 @@ def reload_vllm(llm, named_tensors, ranks, has_head):
     finally:
         layerwise.get_numel_loaded = count
     return held
-
-
-def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
-    """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
-
-    Both sides have the same weights. The gap of a token is |trainer - engine|, in nats. A mean gap over
-    `bound`, or a NaN, therefore means that the weights did not arrive, that a temperature is wrong, or that
-    one side computes the model wrongly. It raises RuntimeError, and the message shows the worst tokens. So
-    does a mean difference over half of `bound`. Rounding goes both ways, but if the engine samples from a
-    part of the distribution and the trainer does not know it, the engine's logprobs are all higher than the
-    trainer's. The bound for weights that are known to differ is infinite.
-
-    version: the version of the policy's weights. Rollouts that were sampled with another version raise
-    RuntimeError. None accepts all versions. docs/metrics.md explains the metrics. This is a collective, which
-    a rank without any logprobs also has to call.
-    """
-    for s in logps:
-        stale = rollouts[s].sampled_by - {version}
-        if stale and version is not None:
-            raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its "
-                               "own: leave them out of compare_logprobs, or load the weights into the engine")
-    engine_logps = [torch.from_numpy(rollouts[s].logprobs) for s in logps]
-    engine_logp = torch.cat([torch.empty(0), *engine_logps])                # [C] of this rank; C may be 0
-    trainer_logp = torch.cat([*logps.values()]).cpu() if logps else engine_logp
-    difference = trainer_logp - engine_logp
-    log_ratio = torch.cat(distributed.gathered([difference]))               # [C] of all ranks
-    if len(log_ratio) == 0:                             # no rank compares a token, so nothing can be wrong
-        return {}
-    gap = log_ratio.abs()
-    ratio = log_ratio.exp()
-    # A comparison with NaN is False.
-    if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 2 and gap.isfinite().all()):
-        raise RuntimeError(
-            f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
-            f"or by {log_ratio.mean():+.2g} with their sign, over half of it. "
-            f"The worst tokens here:\n{worst_tokens(rollouts, logps, difference.abs(), tokenizer)}")
-    metrics = {
-        "sampling_logp_difference/mean": gap.mean(),
-        "sampling_logp_difference/max": gap.max(),
-        "sampling_logp_difference/p99": gap.kthvalue(math.ceil(0.99 * len(gap))).values,
-        "importance_sampling_ratio/mean": ratio.mean(),
-        "importance_sampling_ratio/max": ratio.max(),
-        "importance_sampling_ratio/min": ratio.min(),
-        "kl": (ratio - 1 - log_ratio).mean(),
-        "effective_sample_size": ratio.mean().double() ** 2 / ratio.square().mean()}
-    return {f"sampling/{name}": value.item() for name, value in metrics.items()}
-
-
-def worst_tokens(rollouts, logps, gap, tokenizer):
-    """Return a line for each of the eight tokens with the largest gap, [C]: the text before it, and both
-    logprobs."""
-    places = []                                         # (s, t) of each token, in the order of gap
-    for s, logp in logps.items():
-        places += [(s, t) for t in range(len(logp))]
-    lines = []
-    for c in gap.argsort(descending=True)[:8].tolist():
-        s, t = places[c]
-        ids = rollouts[s].sampled_ids
-        lines.append(f"  {tokenizer.decode(ids[:t])!r} + {tokenizer.decode(ids[t])!r}: "
-                     f"trainer {logps[s][t]:.4f}, engine {rollouts[s].logprobs[t]:.4f}")
-    return "\n".join(lines)

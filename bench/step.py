@@ -37,7 +37,6 @@ from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed
 from runtime.memory import forecast
-from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
@@ -223,9 +222,10 @@ if engine:
     made, asked = sequences * completion_length, [r.prompt_ids.tolist() for r in rollouts]
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
                                            vllm_gpu_memory_utilization)
+    sampler.dtype = compute_dtype
     wanted = [rollout.Request(None, ids, seed, completion_length) for seed, ids in enumerate(asked)]
     sample = lambda: sampler.generate(wanted)
-    sync = lambda: sampler.load_weights(engine_weights(policy, sampler.naming, compute_dtype), 1)
+    sync = lambda: sampler.update_weights(policy, 1)
     syncs = []
     for _ in range(repeats + 1):
         if engine == "vllm":

@@ -24,7 +24,6 @@ from placement import Bridge
 from rollout import engine_class
 from runtime import distributed
 from tiny import pretrain
-from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 layers = 24
 hidden_size = 896
@@ -81,17 +80,19 @@ def measured(what, action):
 
 
 def make_engine(folder, apart):
-    return engine_class(engine)(folder, torch.float32, 64, [0], 0.4, apart=apart)
+    one = engine_class(engine)(folder, torch.float32, 64, [0], 0.4, apart=apart)
+    one.dtype = torch.float32
+    return one
 
 
 def colocated(folder):
     *_, mesh, _ = distributed.set_up()
     policy, one = load_policy(folder, mesh, torch.float32), make_engine(folder, apart=False)
-    measured("colocated", lambda _: one.load_weights(engine_weights(policy, one.naming, torch.float32), 1))
+    measured("colocated", lambda _: one.update_weights(policy, 1))
 
 
 def apart(folder):
-    bridge = Bridge(SimpleNamespace(engine=engine, rollout_ranks=1, vllm_tensor_parallel_size=1,
+    bridge = Bridge(SimpleNamespace(engine=engine, dtype="float32", rollout_ranks=1, vllm_tensor_parallel_size=1,
                                     timeout=1200.0, max_staleness=1))
     *_, mesh, _ = distributed.set_up(role=bridge.join)
     if bridge.trains:
@@ -100,7 +101,7 @@ def apart(folder):
         bridge.take("ready", 0)
 
         def publish(version):
-            bridge.load_weights(engine_weights(policy, bridge.naming, torch.float32), version)
+            bridge.update_weights(policy, version)
 
         measured("apart, trainer: gather and send", publish)
         bridge.take("loaded", 0)

@@ -30,7 +30,6 @@ from safetensors.numpy import load_file
 from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, overridden,
                           printable)
 from runtime import checkpoint, distributed, metrics
-from runtime.model_folder import located, reading
 from runtime.memory import forecast_note
 
 # A resumed run must have the same values for these settings; all other settings may change.
@@ -75,19 +74,21 @@ def new_state(settings, clock):
 def read_state(resumed, state, settings, script):
     """Return state and arrays of a checkpoint, if a run with this state and these settings may resume it."""
     arrays = {}
-    with input_errors(), reading(f"resume={resumed}: its state"):
+    try:
         loaded = json.loads(Path(resumed, "trainer", "state.json").read_bytes())
         unknown = sorted(loaded.keys() - state.keys())
         before = loaded["settings"]
         if os.path.exists(f"{resumed}/trainer/arrays.safetensors"):
             arrays = load_file(f"{resumed}/trainer/arrays.safetensors")
+    except Exception as error:              # over a damaged file libraries raise all kinds of errors
+        fail(f"resume={resumed}: its state cannot be read: {type(error).__name__}: {error!s:.300}")
     check(not unknown, f"{resumed} holds {', '.join(unknown)}, which {os.path.basename(script)} would lose: "
                        "resume it with the script that wrote it, or name what it holds in Run(...)")
     for key in SAME:
         value = getattr(settings, key, "")
         saved = before.get(key, "")
         # A path may be spelled in another way.
-        same = os.path.realpath(located(str(value))) == os.path.realpath(located(str(saved)))
+        same = os.path.realpath(str(value)) == os.path.realpath(str(saved))
         check(same, f"{key}={value}, but {resumed} comes from a run with {key}={saved}")
     check(loaded["step"] <= settings.max_steps, f"max_steps={settings.max_steps}, but {resumed} has made "
                                                 f"{loaded['step']} steps already")
@@ -107,16 +108,17 @@ def locate(settings, script):
     return distributed.from_master(place)
 
 
-def opening(run, policy, data_note, updates):
+def opening(run, policy):
     """Return the lines with which a run begins."""
     s = run.settings
     parameters = [*policy.parameters()]
+    updates = getattr(s, "num_epochs", 1) * getattr(s, "num_mini_batches", 1)
     lines = [f"{run.out_dir}: {s.model}, {sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, on "
              f"{run.world_size} x {parameters[0].device.type}, engine {run.engine.name}",
              f"Each of {s.max_steps} steps takes {s.prompts_per_step} x {s.num_generations} = "
              f"{s.prompts_per_step * s.num_generations} completions (prompts_per_step x num_generations) and "
-             f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
-             printable(data_note), *run.notes]
+             f"makes {updates} optimizer step(s), in micro-batches of at most {s.token_budget} tokens.",
+             *run.notes]
     for key, value in vars(s).items():
         if key in run.state and value != run.state["settings"].get(key):
             lines.append(f"{key}={value} is not read: the run goes on with {key}={run.state[key]} of its "
@@ -152,7 +154,8 @@ class Run:
     saved           the step of the newest checkpoint
     adapter         for load_policy: what it has to know about the adapters, or 0 if there are none
     signalled_at    when the first signal came; None before
-    check_data sets tokenizer (the policy's) and notes (for the console), begin sets engine, networks and log.
+    check_data sets tokenizer (the policy's) and notes (for the console). begin sets engine, log and networks:
+    {subfolder of a checkpoint: (model, optimizer or None)}, where "" is the checkpoint's own folder.
     """
 
     def __init__(self, settings, script, **state):
@@ -175,9 +178,10 @@ class Run:
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
         self.signalled_at = None
 
-    def check_data(self, folders, train_set, eval_set):
+    def check_data(self, folders, train_set, eval_set, note):
         """Stop the script for prompts that are not those of the resumed run, and for default settings that do
-        not suit the model. Raises ValueError for a model that no device can hold."""
+        not suit the model. Raises ValueError for a model that no device can hold. note: a text about the
+        prompts, for the console."""
         check_tiny_defaults(self.settings, folders.suits)
         self.tokenizer = folders.tokenizer
         checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.rows),
@@ -189,26 +193,16 @@ class Run:
             check(same or not same_number, f"the {key} are not those of {self.resumed}: a file of rows or "
                                            "the chat template has changed")
         self.state["checksums"] |= checksums
-        self.notes = [forecast_note(self.settings, self.world_size), folders.note]
+        self.notes = [printable(note), forecast_note(self.settings, self.world_size), folders.note]
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
-    @property
-    def gap_bound(self):
-        """The largest mean |trainer - engine| of logprobs, in nats, that does not stop the run."""
-        if self.settings.logprob_gap:
-            return self.settings.logprob_gap
-        if distributed.compute_dtype(self.settings.dtype) == torch.float32:
-            return 1e-3
-        # How much 16 bits round off depends on the model.
-        first_gap = self.state["first_gap"]
-        return 0.15 if first_gap is None else max(0.05, 3 * first_gap)
-
-    def begin(self, networks, engine, data_note, updates):
+    def begin(self, policy, optimizer, engine, **others):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
-        networks: {subfolder of a checkpoint: (model, optimizer or None)}. engine: an engine of rollout.py.
-        data_note: a line about the data. updates: the updates of a step, in words. A collective.
+        engine: an engine of rollout.py. others: further models that a checkpoint has to hold, as
+        name=(model, its optimizer or None); the name becomes that of a subfolder. A collective.
         """
+        networks = {"": (policy, optimizer), **others}
         with input_errors():
             if self.resumed:
                 checkpoint.load_optimizers(self.resumed, networks)
@@ -216,8 +210,7 @@ class Run:
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
         self.engine = engine
         self.networks = networks
-        policy, _ = networks[""]
-        opening_lines = opening(self, policy, data_note, updates)
+        opening_lines = opening(self, policy)
         self.state["settings"] = vars(self.settings)
         with input_errors():
             self.log = metrics.RunLog(
@@ -229,6 +222,8 @@ class Run:
                 scale_loss(self, name, self.state["loss_scale"].get(name, FIRST_SCALE))
         # The engine calls it before and after it samples, and samples no more once engine.signalled is True.
         engine.version = self.first_step
+        if self.adapter and self.resumed and engine.name != "none":     # it still has the initial model
+            engine.update_weights(policy, self.first_step)
         engine.stop_if_signalled = self.stop_if_signalled
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
@@ -258,6 +253,23 @@ class Run:
             self.log.say(f"stopped by a signal after {self.state['step']} steps; --out_dir={self.out_dir} "
                          "--resume=auto goes on")
             self.end()
+
+    def compare_logprobs(self, rollouts, logps, version=None, bounded=True):
+        """Return the metrics of metrics.compare_logprobs, which ends the run if the gap is over its bound.
+
+        The bound is logprob_gap. If this is 0, it is 1e-3 nats in float32. With 16 bits it depends on how
+        much they round off in this model: 0.15 for the first step, and then 3 times its gap, but at least
+        0.05. bounded: False if other weights have sampled the rollouts, so that no gap is too large.
+        """
+        bound = self.settings.logprob_gap
+        first_gap = self.state["first_gap"]
+        if not bounded:
+            bound = math.inf
+        elif not bound and distributed.compute_dtype(self.settings.dtype) == torch.float32:
+            bound = 1e-3
+        elif not bound:
+            bound = 0.15 if first_gap is None else max(0.05, 3 * first_gap)
+        return metrics.compare_logprobs(rollouts, logps, bound, self.tokenizer, version)
 
     def due(self, interval):
         """Return whether what comes every `interval` steps is due; after the last step it always is."""
@@ -321,7 +333,8 @@ class Run:
             log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
             check_scored(rollouts, log, step)
             samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
-        log.write(samples)
+        with input_errors():
+            log.write(samples)
         log.show(rollouts if group_std else [], samples, seconds)
         log.start(self.state["step"])
 
@@ -350,7 +363,8 @@ class Run:
                          f"{error!s:.300}")
             self.saved = step
         if step == self.settings.max_steps:
-            self.log.write()
+            with input_errors():
+                self.log.write()
 
     def end(self):
         """Write the report, end engines that are apart, and leave the process group."""

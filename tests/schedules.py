@@ -833,8 +833,15 @@ class Modules:
         no_signal = SimpleNamespace(
             SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT, SIG_IGN=signal.SIG_IGN,
             signal=lambda number, handler: self.process.handlers.update({number: handler}))
+
+        def tensors(policy):
+            for i in range(self.world.plan.tensors):
+                if i % 8 == 0:
+                    distributed.gathered([0])
+                yield f"weight{i}", torch.full((1 + i % 2,), float(policy.value))
+
         vars(self.placement).update(
-            dist=dist, signal=no_signal, os=Environ(self), atexit=SimpleNamespace(register=lambda *_: None),
+            engine_weights=lambda policy, *_: announced(tensors(policy)), dist=dist, signal=no_signal, os=Environ(self), atexit=SimpleNamespace(register=lambda *_: None),
             queue=SimpleNamespace(SimpleQueue=lambda: Queue(self.world)),
             sys=SimpleNamespace(excepthook=lambda *_: None, exc_info=sys.exc_info),
             threading=SimpleNamespace(Thread=self._thread, Event=self._event))
@@ -845,7 +852,7 @@ class Modules:
                 read_bytes=lambda: self._saved(parts[0])["state"]),
             load_file=lambda path: dict(self._saved(path)["arrays"]), locate=self._locate, fail=self._fail,
             time=SimpleNamespace(monotonic=lambda: self.world.switches / 20, perf_counter=lambda: 0.0),
-            check_run=lambda *_, **__: None, opening=lambda *_: "", located=str,
+            check_run=lambda *_, **__: None, opening=lambda *_: "",
             resource=SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_maxrss=0)))
         self.run.checkpoint = SimpleNamespace(json_text=checkpoint.json_text, save_checkpoint=self._save,
                                               load_optimizers=lambda folder, networks: self._saved(folder))
@@ -989,10 +996,24 @@ class Modules:
                 self.notes = []
                 world.pause("the loading of models")
 
-            def begin(self, *arguments, **named):
-                log = super().begin(*arguments, **named)
+            def begin(self, *arguments):
+                log = super().begin(*arguments)
                 process.ready = True
                 return log
+
+            def compare_logprobs(self, rollouts, logps, bounded=True):
+                step = self.state["step"]
+                if rollouts is process.rollouts:
+                    fresh = {v for r in rollouts for v in r.sampled_by} == {step}
+                    require(fresh or not bounded, "older rollouts are compared in step", step)
+                else:
+                    check_rollouts(history, settings, rollouts, world.plan.eval_set, settings.eval_samples,
+                                   "eval", (step, step))
+                return {}
+
+        def open_folders(s, longest, resumed, clock):
+            start = "" if s.lora_rank else resumed or ""
+            return SimpleNamespace(tokenizer=Tokenizer(), eos_ids=[END], policy=start, reference="")
 
         def load_policy(start, *rest):
             *_, adapter = rest
@@ -1000,7 +1021,7 @@ class Modules:
             process.policy = policy
             return policy
 
-        def trained_on(rollouts, updates):
+        def trained_on(rollouts, updates, skipped):
             """Check a step's rollouts as they are dealt to the ranks."""
             step = process.run.state["step"]
             require(step == process.step, f"a trainer makes step {step}, not", process.step)
@@ -1021,25 +1042,6 @@ class Modules:
             process.step = step + 1
             history.made = max(history.made, step + 1)
             world.pause("the update")
-
-        def compare(rollouts, logps, bound, tokenizer):
-            step = process.run.state["step"]
-            if rollouts is process.rollouts:
-                fresh = {v for r in rollouts for v in r.sampled_by} == {step}
-                require(fresh or bound == float("inf"), "older rollouts are compared in step", step)
-            else:
-                check_rollouts(history, settings, rollouts, world.plan.eval_set, settings.eval_samples,
-                               "eval", (step, step))
-            return {}
-
-        def tensors(policy):
-            for i in range(world.plan.tensors):
-                if i % 8 == 0:
-                    distributed.gathered([0])
-                yield f"weight{i}", torch.full((1 + i % 2,), float(policy.value))
-
-        def engine_weights(policy, naming, dtype):
-            yield from announced(tensors(policy))
 
         def load_engine(s, start, *_, apart):
             process.ready = True
@@ -1084,7 +1086,6 @@ class Modules:
             "episodes": SimpleNamespace(OpenEpisodes=self.episodes.OpenEpisodes, Player=self._player),
             "placement": self.placement,
             "runtime.run": SimpleNamespace(Run=begun, check_run=self.run.check_run),
-            "weights": SimpleNamespace(compare_logprobs=compare, engine_weights=engine_weights),
             "losses": SimpleNamespace(
                 CHOICES={}, ADVANTAGES={"reinforce++": lambda scores, *_, **__: scores}, group_std=None,
                 sequence_weights=lambda *_: None),
@@ -1092,8 +1093,7 @@ class Modules:
                 deal_to_ranks=trained_on, load_policy=load_policy, make_optimizer=lambda *_: optimizer,
                 micro_batches=lambda *_: [], set_rates=lambda *_: {}, token_logprobs=lambda *_: {},
                 gathered_logprobs=None, load_reference=None,
-                open_folders=lambda *_: SimpleNamespace(
-                    tokenizer=Tokenizer(), eos_ids=[END], policy="", reference=""))}
+                open_folders=open_folders)}
 
     def _player(self, settings, tokenizer, eos_ids):
         """A Player for the plan's kind of episodes."""
@@ -1334,15 +1334,15 @@ FAULTS = (
      "            arrived, named_tensors = self.arrived.get()",
      "            self.arrived.get()\n            arrived, named_tensors = self.arrived.get()"),
     ("weights are announced before they are sent", "placement.py",
-     "        for name, value in named_tensors:\n",
-     "        self.tell((\"complete\", version))\n        for name, value in named_tensors:\n"),
+     "        for name, value in engine_weights(",
+     "        self.tell((\"complete\", version))\n        for name, value in engine_weights("),
     ("weights are announced before the last of them is heard", "placement.py",
      "                if kind == \"tensor\":\n                    name, shape, dtype = details\n",
      "                if kind == \"tensor\":\n                    name, shape, dtype = details\n"
      "                    self.newest += not named_tensors\n"
      "                    self.arrived.put((self.newest, named_tensors))\n"),
     ("weights get the number of the step before", "train_async.py",
-     "compute_dtype), step + 1)", "compute_dtype), step)"),
+     "update_weights(policy, step + 1)", "update_weights(policy, step)"),
     ("the last weights of a sync are not sent", "placement.py",
      "            elif self.speaks:\n", "            elif self.speaks and name != \"weight2\":\n"),
     ("an engine does not ignore SIGTERM", "placement.py",

@@ -559,10 +559,10 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
 # A third network, which learns the score from the prompt and what has been said.
 THIRD = [
     ("from model import (", "from model import (load_critic, "),
-    ('networks = {"": (policy, optimizer)} ', '''
+    ("log = run.begin(policy, optimizer, rollout_engine)", '''
 baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else folders.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)
-networks = {"": (policy, optimizer), "baseline": (baseline, baseline_optimizer)} '''),
+log = run.begin(policy, optimizer, rollout_engine, baseline=(baseline, baseline_optimizer))'''),
     ("    # ------------------------------------------------------------ 6 weight sync\n", '''
     for batch in micro_batches(baseline, rollouts, sum(shares, []), token_budget):
         loss = ((baseline(batch) - batch.flat(scores)) ** 2).sum() / lengths.sum()

@@ -23,8 +23,8 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma
 
 import rollout
 from model import micro_batches
-from weights import compare_logprobs
 from runtime import model_folder
+from runtime.metrics import compare_logprobs
 from runs import announced, on_ranks, requests, shut_down
 from test_packing import episode
 

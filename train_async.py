@@ -45,7 +45,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: only
+                                # those of a reward_model or an environment
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
@@ -70,10 +71,10 @@ vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may 
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
-                                # turns (of episodes, or steps), none; see losses.ADVANTAGES
+                                # turns (for a reward in each turn), none (0); see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+, k3_is: the KL is added to the loss; k1_reward: it is subtracted
-                                # from each score; k1_advantage: from each token's advantage (on-policy
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
+                                # each score, and k1_advantage from each token's advantage (on-policy
                                 # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
@@ -114,11 +115,15 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths. The clock says when the run began; some chat templates print the date.
+    # folders has the paths of the models, the tokenizer and the tokens that end a completion. Where a chat
+    # template prints the date, it is that of the clock, the time at which the run began.
     folders = open_folders(settings, longest, resumed, clock)
     tokenizer = folders.tokenizer
+    # In an episode completions alternate with what an environment, tools or an agent answer to them.
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
-    # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
+
+    # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
+    # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
 
 # ---------------------------------------------------------------- the engines
@@ -147,8 +152,8 @@ player.close()                                                  # only the engin
 with input_errors():
     run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
-    reference = None
+                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
+    reference = None                                            # with LoRA it is the policy without adapters
     if kl_coef > 0:
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
 optimizer = make_optimizer(policy, learning_rate, settings)
@@ -170,10 +175,10 @@ def save():
 
 # ---------------------------------------------------------------- the loop
 # train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 stop, evaluate, save
     run.stop_if_signalled(save)                                 # a signal that has come on any rank
-    if run.due(eval_interval):
+    if run.due(step, eval_interval):
         with log.timed("eval"):
             held_out = bridge.take("eval", step, eval_set)      # sampled with the same seeds every time
             # Trainers and engines have the same weights, so their logprobs of 32 rollouts per rank have to
@@ -185,7 +190,7 @@ for step in range(run.first_step, max_steps + 1):
                 logps = token_logprobs(policy, held_out, few, token_budget, sampling["temperature"] or 1.0)
                 run.compare_logprobs(held_out, logps)
             log.evaluation(held_out, eval_samples)
-    if run.due(save_interval):
+    if run.due(step, save_interval):
         save()
     if step == max_steps:
         break
@@ -215,7 +220,7 @@ for step in range(run.first_step, max_steps + 1):
     # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
-        adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
+        adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}          # {s: [len]}
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
@@ -233,41 +238,41 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
-            new_logps = {}                                      # {s: [len]}
+            new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 batch.put(logp.detach(), new_logps)
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
-                token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
+                # [C] each. Losses other than clip may need engine_logp and mean.
+                token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.CORRECTIONS[engine_correction](
                     old_logp, engine_logp, mean=batch.mean, lengths=batch.sequence_lengths,
                     cap=correction_cap, low=correction_low, high=correction_high)       # [C]
                 token_loss = correction * token_loss
-                if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL
-                    token_loss = token_loss + kl_coef * losses.kl_penalty(
+                if reference and not kl_estimator.startswith("k1"):     # k1 is in scores or advantages
+                    token_loss = token_loss + kl_coef * losses.kl_penalty(      # not corrected, as in TRL
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # the mean over the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # they sum to the mean of the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
                 # A gap stops the run only if the policy itself has sampled. With in_flight nobody knows which
                 # weights read the prompts.
                 same_weights = not in_flight and log.metrics["async/staleness/max"] == 0
-                log.metrics |= run.compare_logprobs(rollouts, new_logps, bounded=same_weights)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite
+                log.metrics |= run.compare_logprobs(rollouts, new_logps, same_weights)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            if run.may_step("actor", norm):                     # logs the norm; False if it is not finite
                 optimizer.step()
             optimizer.zero_grad()
 

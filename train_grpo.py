@@ -42,7 +42,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: only
+                                # those of a reward_model or an environment
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
@@ -61,10 +62,10 @@ from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
-                                # turns (of episodes, or steps), none; see losses.ADVANTAGES
+                                # turns (for a reward in each turn), none (0); see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+, k3_is: the KL is added to the loss; k1_reward: it is subtracted
-                                # from each score; k1_advantage: from each token's advantage (on-policy
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
+                                # each score, and k1_advantage from each token's advantage (on-policy
                                 # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
@@ -78,7 +79,8 @@ loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), const
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
 engine_correction = "none"      # multiplies token losses by p(trainer) / p(engine), capped or bounded:
                                 # token_truncate (TIS), sequence_truncate, token_mask, sequence_mask,
-                                # geometric_mask, or a truncation and a mask; see losses.CORRECTIONS
+                                # geometric_mask, or two, as token_truncate,sequence_mask; see
+                                # losses.CORRECTIONS
 correction_cap = 2.0            # a truncation lowers a larger ratio to this
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
@@ -99,11 +101,15 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths. The clock says when the run began; some chat templates print the date.
+    # folders has the paths of the models, the tokenizer and the tokens that end a completion. Where a chat
+    # template prints the date, it is that of the clock, the time at which the run began.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
+    # In an episode completions alternate with what an environment, tools or an agent answer to them.
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
-    # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
+
+    # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
+    # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
@@ -111,15 +117,15 @@ with input_errors():                                            # a ValueError b
     first_prompts, _ = train_set.draw(0, 1, seed)
     scorer.check_rewards(first_prompts + eval_set[:1])
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
-    reference = None
+                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
+    reference = None                                            # with LoRA it is the policy without adapters
     if kl_coef > 0:
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
 log = run.begin(policy, optimizer, rollout_engine)              # a resumed run gets back its optimizer
-# sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
-# step began is saved. A second Ctrl-C ends it at once.
+# sample(prompts, G, names) returns rollouts. After a Ctrl-C it saves the state with which the step began, and
+# ends the run. A second Ctrl-C ends the run at once.
 sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -130,24 +136,29 @@ sample = rollout.Sampler(player, rollout_engine)
 #     r.row        the record of the data set that it answers, a dict with prompt, answer and other columns
 #     r.score      the sum that the rewards gave it; NaN if it was not scored
 #     r.rewards    {index of a sampled token: the part of the score that this token earned}; they add up to it
-# Per-token values have two forms. {s: [len]} is a dict with one tensor per rollout, one entry for each of its
-# sampled tokens; such names are plural, as in old_logps. [C] is one tensor with the entries of a whole
-# micro-batch, one rollout after the other; such names are singular, as in old_logp. A micro-batch packs
-# several rollouts into one sequence of tokens (packing.py). Its methods turn one form into the other. If it
-# holds the rollouts 0 and 1, with two sampled tokens each, then C = 4, and
-#     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]              {s: [len]} becomes [C]
-#     batch.flat([x, y, z])               returns [x, x, y, y]              [N] becomes [C], without rollout 2
-#     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d], so [C] to {s: [len]}
-#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
-# C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
-# empty ones. In a sequence_group every rank computes its part of the tokens, and one of them gets the
-# logprobs and computes the loss. The others see C = 0, and the backward pass sends them their gradients.
+#
+# Values of tokens have two forms:
+#     {s: [len]}   a dict with a tensor for each rollout, which has an entry for each of its sampled tokens;
+#                  the name of such a dict is plural, as in old_logps
+#     [C]          a tensor for a micro-batch, which packs several rollouts into one sequence (packing.py); it
+#                  has the entries of one rollout after the other, and its name is singular, as in old_logp
+# If a batch has the rollouts 0 and 1, with two sampled tokens each, then C is 4, and
+#     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]
+#     batch.flat([x, y, z])               returns [x, x, y, y], from values of the rollouts 0, 1 and 2, [N]
+#     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
+#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each rollout
+#     batch.sequence_lengths              is [2, 2, 2, 2]
+#
+# All ranks must call forward and backward equally often, so a rank that has fewer micro-batches than another
+# gets empty ones, in which C is 0. In a sequence_group every rank computes a part of the micro-batch. Then
+# one of these ranks gets all the logprobs and computes the loss. On the others C is 0, and the backward pass
+# brings them the gradients of their part.
 # log.metrics takes figures that all ranks agree on; log.add takes figures to sum or average over the ranks.
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
-    if run.due(eval_interval):
+    if run.due(step, eval_interval):
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
-    if run.due(save_interval):
+    if run.due(step, save_interval):
         run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
@@ -172,14 +183,14 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1, by the engine's logp
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1, with the engine's log pi
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
-        adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
+        adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}          # {s: [len]}
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
@@ -196,40 +207,39 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
-            new_logps = {}                                      # {s: [len]}
+            new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 batch.put(logp.detach(), new_logps)
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
-                token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
+                # [C] each. Losses other than clip may need engine_logp and mean.
+                token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.CORRECTIONS[engine_correction](
                     old_logp, engine_logp, mean=batch.mean, lengths=batch.sequence_lengths,
                     cap=correction_cap, low=correction_low, high=correction_high)       # [C]
                 token_loss = correction * token_loss
-                if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL
-                    token_loss = token_loss + kl_coef * losses.kl_penalty(
+                if reference and not kl_estimator.startswith("k1"):     # k1 is in scores or advantages
+                    token_loss = token_loss + kl_coef * losses.kl_penalty(      # not corrected, as in TRL
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # the mean over the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # they sum to the mean of the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # Policy and engine still have the same weights, so their logprobs have to agree, on average
-                # to 1e-3 nats in float32 and to about 0.05 in bfloat16. Otherwise the run stops.
-                log.metrics |= run.compare_logprobs(rollouts, new_logps, version=step)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite
+                # Policy and engine still have the same weights: the run stops unless their logprobs agree.
+                log.metrics |= run.compare_logprobs(rollouts, new_logps)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            if run.may_step("actor", norm):                     # logs the norm; False if it is not finite
                 optimizer.step()
             optimizer.zero_grad()
 

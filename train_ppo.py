@@ -39,7 +39,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: only
+                                # those of a reward_model or an environment
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 256          # of all ranks together
 num_generations = 1             # completions per prompt (G)
@@ -87,11 +88,15 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the models' paths. The clock says when the run began; some chat templates print the date.
+    # folders has the paths of the models, the tokenizer and the tokens that end a completion. Where a chat
+    # template prints the date, it is that of the clock, the time at which the run began.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
+    # In an episode completions alternate with what an environment, tools or an agent answer to them.
     player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
-    # train_set.draw returns prompts and where to draw the next ones. eval_set is a list of held-out prompts.
+
+    # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
+    # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
@@ -99,11 +104,11 @@ with input_errors():                                            # a ValueError b
     first_prompts, _ = train_set.draw(0, 1, seed)
     scorer.check_rewards(first_prompts + eval_set[:1])
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
+                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group)
-    reference = None
+    reference = None                                            # with LoRA it is the policy without adapters
     if kl_coef > 0:
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
@@ -111,8 +116,8 @@ optimizer = make_optimizer(policy, learning_rate, settings)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
 # A resumed run gets back its optimizers. Each checkpoint has the critic in the subfolder critic.
 log = run.begin(policy, optimizer, rollout_engine, critic=(critic, critic_optimizer))
-# sample(prompts, G, names) returns rollouts. After a Ctrl-C the run ends there, and the state with which the
-# step began is saved. A second Ctrl-C ends it at once.
+# sample(prompts, G, names) returns rollouts. After a Ctrl-C it saves the state with which the step began, and
+# ends the run. A second Ctrl-C ends the run at once.
 sample = rollout.Sampler(player, rollout_engine)
 
 
@@ -145,11 +150,11 @@ def critic_metrics(value, ret, raw_adv, adv, token_rewards):
 
 # ---------------------------------------------------------------- the loop
 # train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
-    if run.due(eval_interval):
+    if run.due(step, eval_interval):
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
-    if run.due(save_interval):
+    if run.due(step, save_interval):
         run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
@@ -183,9 +188,8 @@ for step in range(run.first_step, max_steps + 1):
     shares += [[s for s in update if s in here] for update in updates[num_mini_batches:]]
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)       # {s: [len]}
-    # Policy and engine still have the same weights, so their logprobs have to agree, on average
-    # to 1e-3 nats in float32 and to about 0.05 in bfloat16. Otherwise the run stops.
-    log.metrics |= run.compare_logprobs(rollouts, old_logps, version=step)
+    # Policy and engine still have the same weights: the run stops unless their logprobs agree.
+    log.metrics |= run.compare_logprobs(rollouts, old_logps)
     with log.timed("values"):
         old_values = token_values(critic, rollouts, my_share, token_budget)             # {s: [len]}
     ref_logps = old_logps                                                               # {s: [len]}
@@ -216,7 +220,6 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained
-    # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
     log.metrics |= set_rates(optimizer, "learning_rate", policy_step, max_steps - critic_warmup_steps,
                              lr_decay, warmup_steps)
     log.metrics |= set_rates(critic_optimizer, "critic/lr", step, max_steps, lr_decay, warmup_steps)
@@ -233,8 +236,8 @@ for step in range(run.first_step, max_steps + 1):
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo that
                 log.add(sums={"critic/vf_loss": vf_loss / len(updates)},
                         means={"critic/vf_clipfrac": value_clipped})
-            norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("critic", norm.item()):             # False if the norm is infinite or NaN
+            norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), grad_clip or math.inf)
+            if run.may_step("critic", norm):                    # False if the norm is infinite or NaN
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
         with log.timed("update_actor"):
@@ -252,8 +255,8 @@ for step in range(run.first_step, max_steps + 1):
                 log.add(sums={"loss": loss / len(updates)},         # the mean over the updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
                                "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            if run.may_step("actor", norm):
                 optimizer.step()
             optimizer.zero_grad()
 

@@ -31,7 +31,8 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, compose, gsm8k, or file for your own rows, with their answers
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: nothing
+                                # is sampled
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 max_prompt_length = 64          # in tokens; longer prompts are left out of evaluations
@@ -79,7 +80,7 @@ with input_errors():                                            # a ValueError b
         rollout_engine = rollout.load_engine(
             settings, folders.policy, compute_dtype, longest, folders.eos_ids)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
+                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
 optimizer = make_optimizer(policy, learning_rate, settings)
 log = run.begin(policy, optimizer, rollout_engine)              # a resumed run gets back its optimizer
 sample = rollout.Sampler(player, rollout_engine)
@@ -87,16 +88,16 @@ sample = rollout.Sampler(player, rollout_engine)
 # ---------------------------------------------------------------- the loop
 # Values of tokens have the two forms that train_grpo.py explains, here with an entry for each learned token:
 # {s: [len]} has a tensor for the example of index s, and [C] belongs to a micro-batch. C may be 0.
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
-    if run.due(eval_interval):
+    if run.due(step, eval_interval):
         logps = gathered_logprobs(policy, sum(held_out, []), token_budget, temperature)         # {s: [len]}
         log.metrics["eval/token_loss"] = -torch.cat([*logps.values()]).mean().item()
         log.say(f"step {step:3d}  eval/token_loss {log.metrics['eval/token_loss']:.4f}")
         if reward != "none":
             rollout_engine.update_weights(policy, step)
             log.evaluate(eval_set, eval_samples, sample, scorer)        # samples, scores and logs
-    if run.due(save_interval):
+    if run.due(step, save_interval):
         run.save()                                              # nothing if the run has just begun or resumed
     if step == max_steps:
         break
@@ -117,8 +118,8 @@ for step in range(run.first_step, max_steps + 1):
             loss = -logp.sum() / num_learned
             (loss * world_size).backward()                      # FSDP averages over ranks: undo that
             log.add(means={"token_loss": -logp})
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-        if run.may_step("actor", norm.item()):                  # logs the norm; False if it is not finite
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+        if run.may_step("actor", norm):                         # logs the norm; False if it is not finite
             optimizer.step()
         optimizer.zero_grad()
 

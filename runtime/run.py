@@ -254,32 +254,38 @@ class Run:
                          "--resume=auto goes on")
             self.end()
 
-    def compare_logprobs(self, rollouts, logps, version=None, bounded=True):
+    def compare_logprobs(self, rollouts, logps, same_weights=True):
         """Return the metrics of metrics.compare_logprobs, which ends the run if the gap is over its bound.
 
         The bound is logprob_gap. If this is 0, it is 1e-3 nats in float32. With 16 bits it depends on how
         much they round off in this model: 0.15 for the first step, and then 3 times its gap, but at least
-        0.05. bounded: False if other weights have sampled the rollouts, so that no gap is too large.
+        0.05. same_weights: False if others than the present ones may have sampled the rollouts; then no gap
+        is too large.
         """
         bound = self.settings.logprob_gap
         first_gap = self.state["first_gap"]
-        if not bounded:
+        version = self.state["step"]
+        if not same_weights:
             bound = math.inf
+            version = None
         elif not bound and distributed.compute_dtype(self.settings.dtype) == torch.float32:
             bound = 1e-3
         elif not bound:
             bound = 0.15 if first_gap is None else max(0.05, 3 * first_gap)
         return metrics.compare_logprobs(rollouts, logps, bound, self.tokenizer, version)
 
-    def due(self, interval):
+    def due(self, step, interval):
         """Return whether what comes every `interval` steps is due; after the last step it always is."""
         last = self.settings.max_steps
-        return self.state["step"] == last or self.state["step"] % (interval or last) == 0
+        return step == last or step % (interval or last) == 0
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
         is not finite. Raises RuntimeError after MAX_SKIPPED in a row. In float16 the loss scale doubles every
-        hundred updates, and while it is above 1 it is first halved, without counting the update."""
+        hundred updates, and while it is above 1 it is first halved, without counting the update.
+
+        norm: as clip_grad_norm_ returns it. A collective."""
+        norm = norm.full_tensor().item()                        # over the shards of all ranks
         finite = math.isfinite(norm)
         if self.settings.dtype == "float16" and overflows(self, name, finite):
             return False

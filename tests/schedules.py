@@ -1001,11 +1001,11 @@ class Modules:
                 process.ready = True
                 return log
 
-            def compare_logprobs(self, rollouts, logps, bounded=True):
+            def compare_logprobs(self, rollouts, logps, same_weights=True):
                 step = self.state["step"]
                 if rollouts is process.rollouts:
                     fresh = {v for r in rollouts for v in r.sampled_by} == {step}
-                    require(fresh or not bounded, "older rollouts are compared in step", step)
+                    require(fresh or not same_weights, "older rollouts are compared in step", step)
                 else:
                     check_rollouts(history, settings, rollouts, world.plan.eval_set, settings.eval_samples,
                                    "eval", (step, step))

@@ -20,6 +20,7 @@ METHOD = {
     "max_completion_length = 64      # in tokens, of what is sampled; longer rows than both together are left out",
     "learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-5",
     "max_steps = 60                  # each makes an update with prompts_per_step rows",
+    'reward = ""                     # file.py:function,... or math_verify; if empty, the task\'s own; none: nothing',
     "seed = 0                        # of generated problems, order of rows, sampling"}
 SETTINGS = {"train_grpo.py": config.shared, **dict.fromkeys(OTHERS, config.shared),
             "evaluate_model.py": config.conversation}

@@ -491,5 +491,5 @@ def test_bounds_of_another_loss_are_named_at_the_start(settings, says):
                                   "dtype": "float32"} | settings)
     run = SimpleNamespace(settings=settings, out_dir="", world_size=1, engine=SimpleNamespace(name="hf"),
                           notes=[], resumed=None, state={"settings": vars(settings)})
-    text = opening(run, torch.nn.Linear(1, 1), "", "")
+    text = opening(run, torch.nn.Linear(1, 1))
     assert (says in text) if says else ("epsilon" not in text)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configurator import tell_launcher
+from configurator import input_errors, tell_launcher
 from runtime import checkpoint, distributed
 from runtime.metrics import RunLog, rewind
 from tiny import pretrain
@@ -462,7 +462,7 @@ def test_a_full_disk_ends_the_run(mesh, tmp_path, capsys):
     try:
         log.start(1)
         log.metrics["reward"] = 0.25
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit), input_errors():
             log.write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, full)
@@ -480,7 +480,7 @@ def test_the_thread_of_tensorboard_does_not_write_over_the_message(mesh, tmp_pat
     events.unlink()
     events.mkdir()
     log.metrics["reward"] = 0.5
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), input_errors():
         log.write()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"out_dir={tmp_path} cannot be written: [Errno 21]" in said

@@ -349,7 +349,7 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 # gradient, multiply the token losses to correct for that. Each function of CORRECTIONS is called with
 # (old_logp, engine_logp, mean=..., lengths=..., cap=..., low=..., high=...).
 #   old_logp, engine_logp [C]: the trainer's and the engine's logprobs of the same tokens.
-#   mean: as in the losses. lengths [C]: for each token the length of its sequence.
+#   mean: as in the losses. lengths: a function that returns for each token the length of its sequence, [C].
 # The ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
 #   none               1
 #   token_truncate     min(ratio, cap)                         TIS, https://fengyao.notion.site/off-policy-rl
@@ -375,7 +375,7 @@ def importance(names, old_logp, engine_logp, *, mean, lengths, cap, low, high):
         if level != "token":
             log_ratio = mean(log_ratio)                           # the log of the geometric mean
         if level == "sequence":
-            log_ratio = log_ratio * lengths                       # the sum, which is the log of the product
+            log_ratio = log_ratio * lengths()                     # the sum, which is the log of the product
         ratio = log_ratio.clamp(-20, 20).exp()
         if bound == "truncate":
             weight = ratio.clamp(max=cap)

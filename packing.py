@@ -51,7 +51,6 @@ class MicroBatch:
     # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.
     cut: object = None
 
-    @property
     def sequence_lengths(self):
         """For each token the number of sampled tokens of its sequence, [C]."""
         lengths = torch.tensor(self.lengths).long()

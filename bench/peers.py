@@ -66,7 +66,6 @@ class Batch:
     def flat(self, values):
         return torch.cat([values[s].expand(LENGTHS[s]) for s in self.share])
 
-    @property
     def sequence_lengths(self):
         return self.flat(torch.tensor(LENGTHS))
 

@@ -597,7 +597,7 @@ def test_a_ratio_at_a_bound_is_not_beyond_it():
         assert not clipped[0].any() and clipped[1].tolist() == [False, False, kind == "cispo"]
         assert logp.grad[:2].tolist() == pytest.approx([low, -high])
     for correction in ("token_mask", "sequence_mask", "geometric_mask"):
-        weight = losses.CORRECTIONS[correction](log_ratio, 0 * log_ratio, mean=lambda x: x, lengths=1,
+        weight = losses.CORRECTIONS[correction](log_ratio, 0 * log_ratio, mean=lambda x: x, lengths=lambda: 1,
                                                 cap=high, low=low, high=high)
         assert weight.bool().tolist() == [True, True, False] and weight.dtype == log_ratio.dtype
 
@@ -650,7 +650,7 @@ def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
     for correction, length in (("token_truncate", 1), ("token_mask", 1), ("sequence_truncate", 2),
                                ("sequence_mask", 2)):
         weight = losses.CORRECTIONS[correction](log_ratio / length * one, 0 * one, mean=lambda x: x,
-                                                lengths=length * one, cap=1e12, low=0.0, high=1e12)
+                                                lengths=lambda: length * one, cap=1e12, low=0.0, high=1e12)
         assert weight.item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -694,7 +694,7 @@ def test_correction_weights(correction):
     sampled[:64] = old[:64] + 0.1 * torch.randn(64, dtype=torch.float64)
     sampled[84:] -= 0.5                                           # the last sequence: too likely by far
     bounds = {"cap": 1.1, "low": 0.8, "high": 1.3}
-    got = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=length, **bounds)
+    got = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=lambda: length, **bounds)
     truncation, _, mask = correction.partition(",")
     if truncation.endswith("mask"):
         truncation, mask = "", correction
@@ -717,15 +717,15 @@ def test_correction_weights(correction):
                     weight = 0.0
             expected.append(weight)
     assert got.tolist() == pytest.approx(expected) and (len(set(expected)) > 1) == (correction != "none")
-    on_policy = losses.CORRECTIONS[correction](old, old, mean=mean, lengths=length, **bounds)
+    on_policy = losses.CORRECTIONS[correction](old, old, mean=mean, lengths=lambda: length, **bounds)
     assert on_policy.tolist() == [1.0] * 200
 
 
 def test_extreme_gaps_stay_finite():
     old, sampled = torch.tensor([-300.0, 0] * 100), torch.tensor([0.0, -300] * 100)
     for correction in losses.CORRECTIONS:
-        weight = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=mean(old), cap=2.0, low=0.5,
-                                                high=2.0)
+        weight = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=lambda: mean(old), cap=2.0,
+                                                low=0.5, high=2.0)
         assert weight.isfinite().all()
 
 
@@ -744,7 +744,7 @@ def test_extreme_gaps_stay_finite():
 def test_corrections_of_a_long_sequence(correction, gap, expected):
     sampled = torch.zeros(200, dtype=torch.float64)
     length = torch.tensor(LENGTHS, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
-    got = losses.CORRECTIONS[correction](sampled + gap, sampled, mean=mean, lengths=length, cap=1.003,
+    got = losses.CORRECTIONS[correction](sampled + gap, sampled, mean=mean, lengths=lambda: length, cap=1.003,
                                          low=0.99, high=1.01)
     assert got[-116:].tolist() == pytest.approx([expected] * 116)
 

@@ -42,7 +42,8 @@ from runtime.model_folder import (check_reader, check_trainable, end_note, end_t
 class Network(nn.Module):
     """The part that a policy and a critic have in common. hf: a Hugging Face model.
 
-    A subclass has the property head: the linear layer that follows the decoder.
+    A subclass has the attribute head: the linear layer that follows the decoder. A network keeps its decoder
+    and its head, so a policy looks for them only once.
     """
 
     def __init__(self, hf):
@@ -53,7 +54,7 @@ class Network(nn.Module):
         self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
         self.loss_scale = None                  # a number in float16, which runtime/run.py sets
 
-    @property
+    @functools.cached_property
     def decoder(self):
         """The part that turns tokens into hidden states, without a head or layers that read images."""
         part = self.hf.get_decoder()
@@ -122,7 +123,7 @@ class Policy(Network):
         self.scale /= getattr(config, "logits_scaling", None) or 1.0
         self.softcap = getattr(config, "final_logit_softcapping", None) or 0.0
 
-    @property
+    @functools.cached_property
     def head(self):
         return self.hf.get_output_embeddings()
 

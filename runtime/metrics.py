@@ -369,6 +369,7 @@ class RunLog:
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
         distributed.watchdog.moved(f"step {self.metrics['step']}, after {name}")
 
+    @torch.no_grad()
     def add(self, sums={}, means={}):
         """Add to the step's figures over all ranks, without waiting for a GPU.
 
@@ -376,11 +377,10 @@ class RunLog:
         that gets no values is left out.
         """
         for name, values in (sums | means).items():
-            if torch.is_tensor(values):
-                values = values.detach()
-            else:
+            if not torch.is_tensor(values):
                 values = torch.tensor(values, dtype=torch.float64)
-            self.totals[name] += values.sum()
+            if values.numel():                                  # without this, a mean of nothing would be 0
+                self.totals[name] += values.sum()
             if name in means:
                 self.counts[name] += values.numel()
 
@@ -419,17 +419,14 @@ class RunLog:
 
         samples: the lines that sample_lines returns, for samples.jsonl.
         """
-        totals_here = {name: float(total) for name, total in self.totals.items()}
+        # A sum has no count, which is 0 here.
+        triples = [(name, float(total), self.counts[name]) for name, total in self.totals.items()]
         totals = Counter()                                      # over all ranks, and so are the counts
         counts = Counter()
-        for rank_totals, rank_counts in distributed.gathered([(totals_here, self.counts)]):
-            totals.update(rank_totals)
-            counts.update(rank_counts)
-        figures = {}
-        for name, total in totals.items():
-            count = counts.get(name, 1)                         # a sum has no count
-            if count:                                           # a mean of nothing is left out
-                figures[name] = total / count
+        for name, total, count in distributed.gathered(triples):
+            totals[name] += total
+            counts[name] += count
+        figures = {name: total / max(counts[name], 1) for name, total in totals.items()}
         self.metrics = figures | self.metrics
         # Scripts that train completions add the entropy of each token in each update; train_sft.py adds none.
         if counts["entropy"]:

@@ -138,7 +138,7 @@ def rollout_metrics(rollouts, n, group_std, engines):
     scored = [score for score in scores if not math.isnan(score)]
     stds = group_std(torch.tensor(scores, dtype=torch.float64), n)                      # [N / n]
     figures = {
-        "reward": mean_or_zero(scored),
+        "reward": mean_or_zero(scores),
         "reward_std": stds.mean().item(),
         "frac_reward_zero_std": (stds == 0).double().mean().item(),
         "rewards/min": min(scored, default=0.0),
@@ -192,22 +192,20 @@ def reward_means(rollouts, prefix):
 
 
 def part_means(dicts, prefix):
-    """Return {prefix/name/mean: mean} of the numbers in dicts. The mean of no numbers is 0."""
+    """Return {prefix/name/mean: mean_or_zero} of the numbers in dicts."""
     numbers = defaultdict(list)
     for values_by_name in dicts:
         for name, value in values_by_name.items():
             if not isinstance(value, str):
                 numbers[name].append(value)
-    figures = {}
-    for name, values in numbers.items():
-        # NaN is left out, and so is what could make their sum infinite.
-        finite = [value for value in values if abs(value) < 1e300]
-        figures[f"{prefix}/{name}/mean"] = math.fsum(finite) / max(len(finite), 1)
-    return figures
+    return {f"{prefix}/{name}/mean": mean_or_zero(values) for name, values in numbers.items()}
 
 
 def mean_or_zero(values):
-    return math.fsum(values) / max(len(values), 1)      # the same in every version of Python
+    """Return the mean of numbers without NaN, or 0 if there are none."""
+    # What could make their sum infinite is left out as well.
+    finite = [value for value in values if abs(value) < 1e300]
+    return math.fsum(finite) / max(len(finite), 1)      # the same in every version of Python
 
 
 def sample_lines(rollouts, n, tokenizer, step):

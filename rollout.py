@@ -783,8 +783,9 @@ class HFEngine(Engine):
         sampling = self.added[0][-4:]                           # temperature, top_p, top_k and min_p
         requests = [request for request in self.added if request[-4:] == sampling][:self.max_seqs]
         self.added = [request for request in self.added if request not in requests]
-        max_tokens = torch.tensor([request.max_tokens for request in requests], device=self.device)  # [R]
-        longest = max_tokens.max().item()
+        # [R]: how many tokens each request gets; fewer than max_tokens if it ends by itself
+        lengths = torch.tensor([request.max_tokens for request in requests], device=self.device)
+        longest = lengths.max().item()
         # [R, longest]: a uniform number for each token, drawn in advance from the seed of its request.
         uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))
                                for request in requests]).to(self.device)
@@ -798,10 +799,8 @@ class HFEngine(Engine):
         tokens = torch.zeros_like(uniform, dtype=torch.long)
         logprobs = torch.zeros_like(uniform)
         kept = [[] for _ in requests]                           # of each: what its tokens were drawn from
-        lengths = torch.zeros_like(max_tokens)                  # [R]: how many tokens were sampled
-        alive = lengths == 0                                    # [R]: False for requests that have ended
-        stopped = ~alive                                        # [R]: True for those that ended by themselves
-        count = len(requests)                                   # how many are alive
+        stopped = torch.zeros_like(lengths, dtype=torch.bool)   # [R]: True for those that ended by themselves
+        count = len(requests)                                   # how many have not ended
         rows = torch.arange(count, device=self.device)          # the requests that are still computed
         cache = DynamicCache(config=self.model.config)
         for t in range(longest):
@@ -822,14 +821,15 @@ class HFEngine(Engine):
             if mask_kept is not None:
                 for i, row_kept in zip(rows.tolist(), mask_kept.cpu().numpy()):
                     kept[i].append(np.flatnonzero(row_kept).astype(np.int32))
-            lengths += alive
             stops = torch.isin(tokens[:, t], self.eos_ids)
             if self.stop:
                 newest = tokens[rows, max(0, t + 1 - self.stop_reach):t + 1].tolist()
                 has_stopped = [self.has_stopped(sampled) for sampled in newest]
                 stops[rows] |= torch.tensor(has_stopped, device=self.device)
-            stopped |= alive & stops
-            alive &= ~stops & (lengths < max_tokens)
+            stops &= lengths > t                                # no request ends twice
+            stopped |= stops
+            lengths[stops] = t + 1
+            alive = lengths > t + 1
             remaining = alive.sum().item()
             self.show(count - remaining, count)
             count = remaining

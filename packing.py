@@ -126,9 +126,8 @@ def prefix_order(sequences):
     for sequence in sorted(sequences, key=lambda sequence: sequence.ids.tobytes()):
         ids = sequence.ids
         length = min(len(before), len(ids))
-        same = before[:length] == ids[:length]
-        shared = length if same.all() else int(same.argmin())           # argmin: the place of the first False
-        order.append((sequence, len(ids), shared))
+        same = np.append(before[:length] == ids[:length], False)        # False stands for the end
+        order.append((sequence, len(ids), int(same.argmin())))          # argmin: the place of the first False
         before = ids
     return order
 

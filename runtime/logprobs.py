@@ -116,7 +116,6 @@ class LogprobsFromHidden(torch.autograd.Function):
             d_bias = torch.zeros_like(bias, dtype=torch.float32)
         for part in ctx.chunks:
             logits = head_logits(hidden[part], weight, bias, *ctx.head)
-            slope = None
             if softcap:
                 slope = 1 - (logits * (temperature / softcap)).square_()                        # [chunk, V]
             if kept is not None:
@@ -132,12 +131,13 @@ class LogprobsFromHidden(torch.autograd.Function):
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
             if softcap:
                 d_logits *= slope
+                del slope
             if bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
                 add_product(d_weight, d_logits.T, hidden[part])
-            del logits, log_p, d_logits, slope
+            del logits, log_p, d_logits
         # PyTorch casts each gradient to the dtype of its input.
         return d_hidden, d_weight, d_bias, None, None, None, None, None

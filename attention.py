@@ -79,7 +79,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
 def pick_tokens(x, places):
     # [1, heads, T, d] -> [1, heads, K, d]. With all heads of a token at once a CPU takes a third of the time.
     tokens = x.transpose(1, 2).flatten(2)[0]                                                # [T, heads * d]
-    picked = pick(tokens, places).unflatten(1, (x.shape[1], -1))                      # [K, heads, d]
+    picked = Pick.apply(tokens, places).unflatten(1, (x.shape[1], -1))                      # [K, heads, d]
     return picked.transpose(0, 1)[None]
 
 
@@ -135,13 +135,25 @@ def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap,
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def pick(x, places):
-    """Return the rows of x at these places, [T, H] -> [K, H].
+class Pick(torch.autograd.Function):
+    """Takes the rows of x at these places, [T, H] -> [K, H].
 
     Hundreds of sequences may share a token, so the gradient of its row is summed in float32.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide).index_select(0, places).to(x.dtype)
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        ctx.length = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (places,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros(ctx.length, gradient.shape[1], dtype=wide)
+        total.index_add_(0, places, gradient.to(wide))
+        return total.to(gradient.dtype), None
 
 
 def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=None):

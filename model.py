@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
-from attention import cut_over, join, packed_attention, pick
+from attention import Pick, cut_over, join, packed_attention
 from packing import deal, micro_batch, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
@@ -87,7 +87,7 @@ class Network(nn.Module):
         hidden = self.decoder(
             input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments,
             cut=batch.cut, use_cache=False).last_hidden_state                       # [1, T, H]
-        return pick(hidden.flatten(0, 1), batch.index)
+        return Pick.apply(hidden.flatten(0, 1), batch.index)
 
     def save(self, folder):
         """Write the model, or its adapters, to a folder. Rank 0 writes, and holds the whole model in host

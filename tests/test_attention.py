@@ -7,7 +7,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import attention
-from attention import kernel_takes, packed_attention, pick
+from attention import Pick, kernel_takes, packed_attention
 from packing import Segments
 
 
@@ -130,23 +130,14 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window, name):
 
 
 def test_gradients_of_shared_tokens_are_summed_in_float32(monkeypatch):
-    """A thousand times 1: in bfloat16 the sum stops at 256. A CPU's own index_select would sum in float32."""
-    class OneByOne(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, places):
-            ctx.save_for_backward(x, places)
-            return x[places]
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, places = ctx.saved_tensors
-            total = torch.zeros_like(x)
-            for place, value in zip(places, gradient):
-                total[place] += value
-            return total, None
-    monkeypatch.setattr(torch.Tensor, "index_select", lambda x, dim, places: OneByOne.apply(x, places))
+    """A thousand times 1: in bfloat16 the sum stops at 256. A CPU's own index_add_ would sum in float32."""
+    def one_by_one(total, dim, places, values):
+        for place, value in zip(places, values):
+            total[place] += value
+        return total
+    monkeypatch.setattr(torch.Tensor, "index_add_", one_by_one)
     x = torch.ones(3, 2, dtype=torch.bfloat16).requires_grad_()
-    picked = pick(x, torch.tensor([0] * 1000 + [2]))
+    picked = Pick.apply(x, torch.tensor([0] * 1000 + [2]))
     picked.sum().backward()
     assert picked.dtype == x.grad.dtype == torch.bfloat16
     assert x.grad[:, 0].tolist() == [1000, 0, 1]

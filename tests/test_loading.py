@@ -269,7 +269,7 @@ def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(f
 
 
 def test_loading_notices_that_a_shared_beginning_is_read_wrongly(folder, mesh, monkeypatch):
-    monkeypatch.setattr(attention, "pick", lambda x, places: x[places.flip(0)])
+    monkeypatch.setattr(attention, "Pick", SimpleNamespace(apply=lambda x, places: x[places.flip(0)]))
     assert not load_policy(folder, mesh, torch.float32).packed
 
 

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from configurator import fail, tell_launcher
 from runtime.user_code import closing, make_lenient
 
-# What is imported by now will never be garbage. Otherwise Python looks through all of it again and again while
-# it imports transformers, which takes a quarter of the time of all imports.
+# What is imported by now will never be garbage. Otherwise Python would look through all of it again and again
+# while it imports transformers, which would take a quarter of the time of all imports.
 gc.freeze()
 
 

@@ -147,7 +147,7 @@ sample = rollout.Sampler(player, rollout_engine)
 #     batch.flat([x, y, z])               returns [x, x, y, y], from values of the rollouts 0, 1 and 2, [N]
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each rollout
-#     batch.sequence_lengths              is [2, 2, 2, 2]
+#     batch.sequence_lengths()            returns [2, 2, 2, 2]
 #
 # All ranks must call forward and backward equally often, so a rank that has fewer micro-batches than another
 # gets empty ones, in which C is 0. In a sequence_group every rank computes a part of the micro-batch. Then

@@ -130,6 +130,7 @@ if __name__ == "__main__":
         main()
     elif os.environ["WORLD_SIZE"] == "1":
         colocated(os.environ["FOLDER"])
+        distributed.leave()
     else:
         apart(os.environ["FOLDER"])
-    distributed.leave()
+        distributed.leave()

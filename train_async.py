@@ -45,8 +45,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: only
-                                # those of a reward_model or an environment
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none if only
+                                # a reward model or an environment scores (config/shared.py)
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
@@ -115,13 +115,12 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the paths of the models, the tokenizer and the tokens that end a completion. Where a chat
-    # template prints the date, it is that of the clock, the time at which the run began.
+    # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, resumed, clock)
     tokenizer = folders.tokenizer
-    # In an episode completions alternate with what an environment, tools or an agent answer to them.
-    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
-
+    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
+    # and the next completion follows.
+    player = Player(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
@@ -150,15 +149,16 @@ if not bridge.trains:
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
 with input_errors():
-    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
+    run.check_data(folders, train_set, eval_set, data_note)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
-    reference = None                                            # with LoRA it is the policy without adapters
-    if kl_coef > 0:
+    reference = None
+    if kl_coef > 0:                                             # with LoRA: the policy without its adapters
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
 optimizer = make_optimizer(policy, learning_rate, settings)
 bridge.take("ready", 0)                                         # waits until all engines are made
-log = run.begin(policy, optimizer, bridge)                      # a resumed run gets back its optimizer
+# begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
+log = run.begin(policy, optimizer, bridge)
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
 
 
@@ -225,16 +225,17 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}         # not computed
+    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}         # no forward for these
     shares = deal_to_ranks(rollouts, updates, skipped)          # this rank's part of each update
     # The ratio compares the policy with pi_old, the policy before the first update. For the age of the
     # rollouts engine_correction weighs tokens.
-    old_logps = None                                            # one update per step: pi_old is the policy
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
             old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
+    else:
+        old_logps = None                                        # the only update starts at pi_old: logp
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -263,7 +264,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # they sum to the mean of the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # summed up, the mean of the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:

@@ -42,8 +42,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: only
-                                # those of a reward_model or an environment
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none if only
+                                # a reward model or an environment scores (config/shared.py)
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
@@ -93,39 +93,41 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 # the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
-# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
+# Run checks the settings, opens the run's folder and copies this file into it. run.resumed is the checkpoint
+# that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the training rows
+# drawn so far, and "clock" is the time at which the run began; chat templates that print a date print this.
 run = Run(settings, __file__)
 B = prompts_per_step // world_size                              # prompts per rank
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the paths of the models, the tokenizer and the tokens that end a completion. Where a chat
-    # template prints the date, it is that of the clock, the time at which the run began.
+    # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # In an episode completions alternate with what an environment, tools or an agent answer to them.
-    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
-
+    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
+    # and the next completion follows.
+    player = Player(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
-    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
-    # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
+    # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
+    run.check_data(folders, train_set, eval_set, data_note)
     first_prompts, _ = train_set.draw(0, 1, seed)
     scorer.check_rewards(first_prompts + eval_set[:1])
+
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
-    reference = None                                            # with LoRA it is the policy without adapters
-    if kl_coef > 0:
+    reference = None
+    if kl_coef > 0:                                             # with LoRA: the policy without its adapters
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
-log = run.begin(policy, optimizer, rollout_engine)              # a resumed run gets back its optimizer
-# sample(prompts, G, names) returns rollouts. After a Ctrl-C it saves the state with which the step began, and
-# ends the run. A second Ctrl-C ends the run at once.
+# begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
+log = run.begin(policy, optimizer, rollout_engine)
+# sample(prompts, G, names) returns rollouts, whose seeds come from the names. After a Ctrl-C it saves the
+# state with which the step began, and ends the run. A second Ctrl-C ends the run at once.
 sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -137,22 +139,23 @@ sample = rollout.Sampler(player, rollout_engine)
 #     r.score      the sum that the rewards gave it; NaN if it was not scored
 #     r.rewards    {index of a sampled token: the part of the score that this token earned}; they add up to it
 #
-# Values of tokens have two forms:
+# Values have three forms:
+#     [N]          a tensor with a value for each rollout, as scores and lengths
 #     {s: [len]}   a dict with a tensor for each rollout, which has an entry for each of its sampled tokens;
 #                  the name of such a dict is plural, as in old_logps
-#     [C]          a tensor for a micro-batch, which packs several rollouts into one sequence (packing.py); it
-#                  has the entries of one rollout after the other, and its name is singular, as in old_logp
+#     [C]          a tensor for a micro-batch of C sampled tokens, those of one rollout after the other; the
+#                  name is singular, as in old_logp (packing.py packs the rollouts into one sequence)
 # If a batch has the rollouts 0 and 1, with two sampled tokens each, then C is 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]
-#     batch.flat([x, y, z])               returns [x, x, y, y], from values of the rollouts 0, 1 and 2, [N]
+#     batch.flat([x, y, z])               returns [x, x, y, y]; N is 3, and z is of a rollout in another batch
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each rollout
 #     batch.sequence_lengths()            returns [2, 2, 2, 2]
 #
-# All ranks must call forward and backward equally often, so a rank that has fewer micro-batches than another
-# gets empty ones, in which C is 0. In a sequence_group every rank computes a part of the micro-batch. Then
-# one of these ranks gets all the logprobs and computes the loss. On the others C is 0, and the backward pass
-# brings them the gradients of their part.
+# FSDP communicates in each forward and backward pass, so all ranks must make equally many. A rank with fewer
+# micro-batches than another gets empty ones, in which C is 0. Each rank of a sequence_group computes a part
+# of the same micro-batches. One of them gets the logprobs of all parts and computes the loss; on the others C
+# is 0, and their backward pass brings them the gradients of their part.
 # log.metrics takes figures that all ranks agree on; log.add takes figures to sum or average over the ranks.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
@@ -167,8 +170,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     with log.timed("gen"):
         prompts, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
         mine = range(rank * B, (rank + 1) * B)                  # the indices of this rank's prompts
-        names = [f"{step} {i}" for i in mine]                   # the seeds of the rollouts come from these
-        my_rollouts = sample([prompts[i] for i in mine], G, names)                      # B * G
+        my_rollouts = sample([prompts[i] for i in mine], G, [f"{step} {i}" for i in mine])      # B * G
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
@@ -183,7 +185,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1, with the engine's log pi
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1; the trainer's log pi comes later
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -195,15 +197,16 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]          # lists of s
-    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}         # not computed
+    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}         # no forward for these
     shares = deal_to_ranks(rollouts, updates, skipped)          # this rank's part of each update
     # The ratio compares the policy with pi_old, the policy before the first update.
-    old_logps = None                                            # one update per step: pi_old is the policy
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif num_mini_batches > 1:
         with log.timed("old_log_prob"):
             old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
+    else:
+        old_logps = None                                        # the only update starts at pi_old: logp
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -232,7 +235,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # they sum to the mean of the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # summed up, the mean of the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:

@@ -39,8 +39,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: only
-                                # those of a reward_model or an environment
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none if only
+                                # a reward model or an environment scores (config/shared.py)
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 256          # of all ranks together
 num_generations = 1             # completions per prompt (G)
@@ -80,44 +80,46 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 # the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
-# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
+# Run checks the settings, opens the run's folder and copies this file into it. run.resumed is the checkpoint
+# that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the training rows
+# drawn so far, and "clock" is the time at which the run began; chat templates that print a date print this.
 run = Run(settings, __file__, critic=True)
 B = prompts_per_step // world_size                              # prompts per rank
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the paths of the models, the tokenizer and the tokens that end a completion. Where a chat
-    # template prints the date, it is that of the clock, the time at which the run began.
+    # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # In an episode completions alternate with what an environment, tools or an agent answer to them.
-    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
-
+    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
+    # and the next completion follows.
+    player = Player(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
-    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
-    # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
+    # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
+    run.check_data(folders, train_set, eval_set, data_note)
     first_prompts, _ = train_set.draw(0, 1, seed)
     scorer.check_rewards(first_prompts + eval_set[:1])
+
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group)
-    reference = None                                            # with LoRA it is the policy without adapters
-    if kl_coef > 0:
+    reference = None
+    if kl_coef > 0:                                             # with LoRA: the policy without its adapters
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
-# A resumed run gets back its optimizers. Each checkpoint has the critic in the subfolder critic.
+# begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
+# The critic and its optimizer are saved as well, in the subfolder critic.
 log = run.begin(policy, optimizer, rollout_engine, critic=(critic, critic_optimizer))
-# sample(prompts, G, names) returns rollouts. After a Ctrl-C it saves the state with which the step began, and
-# ends the run. A second Ctrl-C ends the run at once.
+# sample(prompts, G, names) returns rollouts, whose seeds come from the names. After a Ctrl-C it saves the
+# state with which the step began, and ends the run. A second Ctrl-C ends the run at once.
 sample = rollout.Sampler(player, rollout_engine)
 
 
@@ -163,8 +165,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     with log.timed("gen"):
         prompts, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
         mine = range(rank * B, (rank + 1) * B)                  # the indices of this rank's prompts
-        names = [f"{step} {i}" for i in mine]                   # the seeds of the rollouts come from these
-        my_rollouts = sample([prompts[i] for i in mine], G, names)                      # B * G
+        my_rollouts = sample([prompts[i] for i in mine], G, [f"{step} {i}" for i in mine])      # B * G
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):

@@ -64,7 +64,9 @@ compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat
 with input_errors():                                            # a ValueError becomes a one-line message
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # plays episodes, if the settings ask for them
+    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
+    # and the next completion follows.
+    player = Player(settings, tokenizer, folders.eos_ids)
     # train_rows and held_out have a list of examples for each row; eval_set is a list of held-out prompts.
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
@@ -82,7 +84,8 @@ with input_errors():                                            # a ValueError b
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
 optimizer = make_optimizer(policy, learning_rate, settings)
-log = run.begin(policy, optimizer, rollout_engine)              # a resumed run gets back its optimizer
+# begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
+log = run.begin(policy, optimizer, rollout_engine)
 sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
@@ -44,7 +45,12 @@ with open(os.path.join(ROOT, "docs/models.md")) as file:
     PAGE = " ".join(file.read().split())
 
 
-@pytest.mark.parametrize("name", [name for group in FAMILIES.values() for name in group])
+# The page is about transformers 5.19. Older versions refuse zamba2's config, and llama4 in other words. To be
+# removed once requirements.txt asks for 5.19.
+OLDER = {"zamba2", "llama4"} if transformers.__version__ < "5.19" else set()
+
+
+@pytest.mark.parametrize("name", [name for group in FAMILIES.values() for name in group if name not in OLDER])
 def test_a_family_is_loaded_as_its_page_says(family, mesh, name):
     """Packed, a sequence per row, or refused in this sentence. Without figures the page says less."""
     row = PAGE.partition(f"| `{name}` |")[2].partition("| |")[0]
@@ -276,9 +282,11 @@ def test_loading_notices_that_a_shared_beginning_is_read_wrongly(folder, mesh, m
 @pytest.mark.parametrize("name, packed", [("smollm3", True), ("falcon_h1", False)])
 def test_vllm_and_the_trainer_agree_after_a_sync(family, reward_file, tmp_path, name, packed):
     """On a model that vLLM runs by transformers' own class, and on one whose layers have a state."""
-    pytest.importorskip("vllm")
+    vllm = pytest.importorskip("vllm")
     if torch.cuda.is_available():
         pytest.skip("vLLM's CPU build")
+    if name == "falcon_h1" and vllm.__version__.startswith("0.25."):
+        pytest.skip("the CPU build of vLLM 0.25 has no kernels for such layers")
     settings = {"model": family(name), "engine": "vllm", "max_steps": 2, "warmup_steps": 0,
                 "max_prompt_length": 48, "max_completion_length": 16, "prompts_per_step": 4,
                 "num_generations": 4, "train_prompts": 64, "eval_prompts": 4, "learning_rate": 1e-3}

@@ -32,8 +32,8 @@ FILE_KINDS = ".jsonl", ".json", ".parquet"
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")
-# A run reads text alone, so these columns have to be empty.
-MEDIA_COLUMNS = "image images video videos audio audios".split()
+# These columns, which other trainers read, have to be empty. A run reads text alone, and tools are a setting.
+UNREAD_COLUMNS = "image images video videos audio audios tools chat_template_kwargs".split()
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
 ROLE_OF = {"human": "user", "observation": "tool",
@@ -115,8 +115,6 @@ class Rows:
         return len(self.packed)
 
     def __getitem__(self, place):
-        if isinstance(place, slice):
-            return Rows(self.packed[place], self.columns)
         name, row = pickle.loads(self.packed[place])
         return name, self.columns | row
 
@@ -196,14 +194,15 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
         row = json.loads(row)
     if not isinstance(row, dict):
         raise ValueError("not an object")
-    for column in MEDIA_COLUMNS:
+    for column in UNREAD_COLUMNS:
         if row.get(column):
-            raise ValueError(f"{column} holds something, but a run reads text alone: leave out the row, or "
-                             "the column if the text does without it")
+            raise ValueError(f"{column} holds something, but a run reads text alone, and tools and "
+                             "chat_template_kwargs are settings: leave out the row, or the column if the "
+                             "text does without it; a column of another name goes to the reward as it is")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
-    source = source or row.get("source") or row.get("data_source")
-    return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
+    return row | without_null({"prompt": prompt, "answer": answer,
+                               "source": source or row.get("source") or row.get("data_source")}), answer
 
 
 def prompt_of(row, prompt_column, chat, optional):
@@ -284,10 +283,9 @@ def without_null(fields):
 def answer_of(row, columns):
     # Returns the answer of a row, which is in the first of the columns that it has: a text, a number, a list
     # of these, or None if it has none of them.
-    in_reward_model = None
+    truths = dict(row)
     if isinstance(row.get("reward_model"), dict):
-        in_reward_model = row["reward_model"].get("ground_truth")
-    truths = row | {"reward_model.ground_truth": in_reward_model}
+        truths["reward_model.ground_truth"] = row["reward_model"].get("ground_truth")
     for column in columns:
         truth = truths.get(column)
         values = truth
@@ -360,9 +358,7 @@ def hub_file(name):
     # Returns the path of hf://datasets/OWNER/NAME/FILE in the hub's cache, to which the file is fetched.
     # Only the runs that have such a file import this.
     from huggingface_hub import HfApi, errors, hf_hub_download
-    folders = name.split("/")[3:]
-    dataset = "/".join(folders[:2])
-    file = "/".join(folders[2:])
+    dataset, file = re.fullmatch("hf://datasets/([^/]*/?[^/]*)/?(.*)", name).groups()
     with naming(name):
         with contextlib.suppress(errors.EntryNotFoundError):
             if file:
@@ -426,9 +422,7 @@ def start_of(tokenizer):
     # Returns the tokens with which a plain text begins. The tokenizer may also put tokens at its end.
     letter = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")
-    for place in range(len(whole)):
-        if whole[place:place + len(letter)] == letter:
-            return whole[:place]
+    return whole[:whole.index(letter[0])]
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):

@@ -293,7 +293,8 @@ class Player:
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
     reward_part     the part of the score that the environment gives, called as its class, or "" for none
-    tools           the JSON schemas of the tools; None if step answers the turns, or an agent plays
+    tools           the JSON schemas of the tools; None without any, or if step answers the turns or an agent
+                    plays
     tool_functions  {name of a tool: a function, or the name of a method}
     template        the Template for these tools, or None for single answers
     opened          {id: instance} of all instances that are not closed
@@ -379,7 +380,8 @@ class Player:
         if len(self.tool_functions) < len(tools):
             raise ValueError(f"{self.key}: two tools have the same name: {', '.join(tool_names)}")
         try:
-            self.tools = [get_json_schema(tool) for tool in tools]
+            # Templates such as Llama's speak of tools if the list is there, even if it is empty.
+            self.tools = [get_json_schema(tool) for tool in tools] or None
         except Exception as error:                  # its text names the tool
             raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
                              f"arguments: {shown(error)}") from error

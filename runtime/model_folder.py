@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
-                          AutoTokenizer, GenerationConfig)
+                          AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast)
 from transformers.utils import cached_file, logging
 
 # transformers' bars for every load and save would break up the run's own progress bar. It also warns of
@@ -30,7 +30,7 @@ from transformers.utils import cached_file, logging
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parents[1]
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
            "tiny_episodes": f"{ROOT}/tiny/episodes"}
@@ -38,6 +38,8 @@ SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose
 # them for those who show the model images.
 PROCESSOR = "processor_config.json preprocessor_config.json video_preprocessor_config.json".split()
 FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
+# Two tokenizers that cut this in the same way are taken to be the same.
+SAMPLE = "It's 1234 x 5 = 6,170.\n\n  Cafe\u0301, na\u00efve\tABC \u4e2d\u6587 <b>don't</b>!"
 
 
 @contextlib.contextmanager
@@ -71,9 +73,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
     ValueError if it is not found or cannot be used. Weights are checked when they are loaded.
     """
     path = located(path)
-    config_name = "config.json"
-    if not os.path.isdir(path):
-        config_name = "no such folder, and on the hub config.json"
+    config_name = "config.json" if os.path.isdir(path) else "no such folder, and on the hub config.json"
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{key}={path}: no tokenizer in this folder")
@@ -158,10 +158,8 @@ def end_tokens(model, tokenizer):
     """
     named_by = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
     path = f"{model}/generation_config.json"
-    errors = contextlib.suppress(OSError)                       # there may be no such file
-    if os.path.exists(path):
-        errors = reading(path)
-    with errors:
+    # There may be no such file.
+    with reading(path) if os.path.exists(path) else contextlib.suppress(OSError):
         named_by.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = next((ids for ids in named_by if ids is not None), [])
     if not isinstance(ids, list):
@@ -197,6 +195,13 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with contextlib.suppress(OSError):                      # there may be no such file
+            cached_file(path, "tokenizer.json")
+            # Some classes of transformers 5 cut a text in their own way, whatever this file says. To
+            # DeepSeek-R1-0528-Qwen3-8B all words would be one. The model was trained as the file says.
+            as_file_says = PreTrainedTokenizerFast.from_pretrained(path)
+            if as_file_says.tokenize(SAMPLE) != tokenizer.tokenize(SAMPLE):
+                tokenizer = as_file_says
     tokenizer.embedded = read_config(path).get_text_config().vocab_size
     tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
     if settings:
@@ -259,15 +264,13 @@ def check_loaded(what, info, may_lack=()):
 
 def write_model(hf, tensors, folder):
     """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
-    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    parameters = dict(hf.named_parameters(remove_duplicate=False))
     buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
     # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
     generation = hf.generation_config
     hf.generation_config = GenerationConfig()
-    try:
-        hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
-    finally:
-        hf.generation_config = generation
+    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    hf.generation_config = generation
     generation.to_json_file(f"{folder}/generation_config.json")
     for name, content in hf.processor.items():
         Path(folder, name).write_bytes(content)

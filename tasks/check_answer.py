@@ -34,6 +34,10 @@ LANGUAGES = [
     ("cevap|đáp (?:án|số)|jawaban(?:nya)?|yanıt|válasz|απάντηση", "là|(?:ad|i)alah|az|είναι", "kết quả là"),
     ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হলো?|คือ|هي|هو|برابر|היא", "∴|⇒|=>")]
 NOUN, VERB, SO = map("|".join, zip(*LANGUAGES))
+# A thought ends with </think>, Magistral's [/THINK], Gemma's <channel|>, Cohere's <|END_THINKING|> and more.
+# Each message of gpt-oss begins with <|message|>, and the last one is the answer.
+THOUGHT_END = (r"(?i)(?:</(?:seed:)?(?:think(?:ing)?|thought|reasoning)>|\[/THINK\]|◁/think▷|<channel\|>|"
+               r"<\|message\|>|<\|end_(?:of_)?(?:thinking|thought)\|>)(?:\s*<\|\w+\|>)*")
 # EDGE matches any place except one inside a Latin word.
 EDGE = "(?!(?<=[a-z])[a-z])"
 # An answer begins behind a sign: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
@@ -50,9 +54,9 @@ WEAK_SIGN = (
 # The last line may begin with words that lead to its answer: `So the total is 18`, `Janet makes 9*2 = 18`.
 LEADING = (rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|have)\b)?{EDGE}[\s,:：*}}]*)?"
            r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?")
-# An answer ends before these words in its line: `18 because`, `18 is the answer`, `18</s>`.
+# An answer ends before these words in its line: `18 because`, `18 is the answer`, `18</s>`, `18 ✅`.
 TAIL = (rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
-        rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\|).*")
+        rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\||(?<=.)[✅✔✓☑]).*")
 # An answer also ends where its text does in {"answer": "18", "why": "9*2"}, and where its sentence does, but
 # `B.` in `B. Paris` is no sentence.
 STOP = r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])"
@@ -63,11 +67,13 @@ OPERATOR = (r"(?:or|and|not|no|never|cannot|\w+n't|without|than|about|around|ove
 # A sentence may end with its answer: `She makes 18 dollars.`
 SUBJECT = rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})"
 SENTENCE = SUBJECT + r"([-*$€£]*\d[^=\\]*)$"
-# A box may hold brackets in brackets, eight levels deep. It may also be \boxed 5. The first group is the
-# comma or the `and` that joins a box to the box before it.
+# A box may hold brackets in brackets, eight levels deep. It may also be \boxed 5, but `in \boxed format` and
+# \boxed{your answer} only speak of boxes. The first group is the comma or the `and` that joins a box to the
+# box before it.
 INSIDE = r"(?:[^{}\\]|\\.|\{" * 8 + "[^{}]*+" + r"\})*+" * 8
 BOX = (r"(?s)([\s$]{0,9}+(?:,\s{0,9}+(?:and\b)?|and\b)[\s$]{0,9}+)?"
-       rf"\\(?:(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|boxed\s+([^\s{{}}$]+))")
+       r"\\(?:(?:boxed|fbox)\s*+\{(?!\s*(?:(?:your |the |final )*answer|\.{3}|…|\\[lc]?dots)?\s*\})"
+       rf"({INSIDE})\}}|boxed\s+((?![a-zA-Z]{{2}})[^\s{{}}$]+))")
 # The answer ends before a bracket that it has not opened, as in {"answer": 18} and [[18]].
 UNOPENED = rf"^(?:({INSIDE})\}}|([^][]*)\]\]).*"
 # A text may end with a frame: **18**, `18`, $$18$$, \[18\], and $18$ or \(18\) in a line by itself.
@@ -87,10 +93,11 @@ def extract_answer(text):
 
     It is in the last \boxed{}, whatever comes after that. Without a box it is behind the last SIGN or
     WEAK_SIGN, and without these it is what the text ends with: an equation, something bold or fenced, or a
-    line with nothing but an answer. What stands before </think> counts only if there is no answer after it.
+    line with nothing but an answer. What stands before the last THOUGHT_END counts only if there is no answer
+    after it.
     """
-    _, mark, reply = text.rpartition("</think>")
-    if mark:
+    *thoughts, reply = re.split(THOUGHT_END, text)
+    if thoughts:
         answer = extract_answer(reply)
         if answer:
             return answer
@@ -105,7 +112,7 @@ def boxed_answer(text):
         joint, braced, bare = box.groups()
         if not joint or box.start() > end:
             answers = []
-        answers.append((braced or bare).strip(EDGES))
+        answers.append((braced or bare).strip(" \t\r\n*`"))
         end = box.end()
     if answers:
         return boxed_answer(answers[-1]) or ", ".join(dict.fromkeys(answers))
@@ -173,7 +180,7 @@ SPELLINGS = {
     "*1/": r"\div ÷",
     "/": "⁄",
     "^": "**",
-    "-": "− – —",
+    "-": "− – — ‐",
     r"\pm ": "±",
     "%": r"\% percent",
     ":": r"∶ \colon",
@@ -183,7 +190,7 @@ SPELLINGS = {
     r"\ge ": r"\geq \geqslant ≥ ⩾ >=",
     r"\ne ": r"\neq ≠ !=",
     "|": r"\mid \vert \lvert \rvert ∣",
-    r"\frac ": r"\dfrac \tfrac \cfrac",
+    r"\frac ": r"\dfrac \tfrac \cfrac \nicefrac",
     r"\binom ": r"\dbinom \tbinom",
     r"\sqrt ": "√ sqrt",
     r"\infty ": "∞ infinity inf",
@@ -197,7 +204,7 @@ SPELLINGS = {
     "km/h": "kph",
     ",": "、 &",
     " ": r"\, \; \: \quad \qquad ~",
-    "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}
+    "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle \bf \bm \large"}
 # SIGNS gives the sign for each spelling. A function without its backslash has one too.
 SIGNS = {name: rf"\{name} " for name in FUNCTIONS}
 for sign, spellings in SPELLINGS.items():
@@ -255,9 +262,10 @@ CLEANING = {
     r";?\s*\\end ?\{(?:[pb]?matrix|array)\}": ")",
     # 11{,}111 and 11,\! 111 are 11,111.
     r"(?<=\d)(?:\{,\}|,?(?:\\[!,;:]\s*)+,?)(?=\d{3}(?!\d))": ",",
-    # 90^\circ and 90\circ are 90, but f\circ g is not fg.
-    r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])": "",
-    r"\\(?:left|right|[bB]ig+[lr]?)\b": "",
+    # 90^\circ and 90\circ are 90, but f\circ g is not fg. Behind such a sign C and F are units, cc and ff.
+    r"(?:\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])|°)"
+    r"(?:\s*([CF])\b|\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\})?": r" \1\1\2\2",
+    r"\\(?:(?:text)?color\s*\{\w+\}|(?:left|right|[bB]ig+[lr]?)\b)": "",
     # \$5 and -$5 are amounts, but $5$ is not; €5 and 5€ are the same.
     rf"^\s*([-+]?)\s*(?:\\\$|\$(?=[^$]*$)){AMOUNT}": r"\1\2 dollar",
     rf"^\s*([-+]?)\s*£{AMOUNT}": r"\1\2 sterling",
@@ -289,6 +297,8 @@ CLEANING = {
     r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))": ", ",
     # 9 (apples) is 9 apples.
     r"(?<=\d)\s*\(([a-zA-Z ]{3,})\)\s*$": r" \1",
+    # The package for algebra stops at \frac{ e }.
+    r"(?<=\{) +": "",
     # Quotation marks go, and so does a last period.
     r"^[\s\"“”*`]+|(?<![.\s])\s*\.?[\s,;。\"“”*`]*$": ""}
 
@@ -304,9 +314,9 @@ for names in (
         "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|"
         "km kilometer kilometre 千米|in inch inche|ft foot feet|yd yard|mi mile|"
         "mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|"
-        "ml milliliter|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|"
-        "yr year 年|/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|"
-        "jj|nn|ww|vv|kk|cc|ff|tt|hh|aa").split("|"):
+        "ml milliliter mL|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|"
+        "month 月|yr year 年|/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|"
+        "jj|nn|ww|vv|kk|cc|ff|tt|hh|aa|Hz|kHz|MHz|GHz|kWh|kJ|kPa").split("|"):
     unit, *_ = names.split()
     for name in names.split():
         UNITS[name] = unit
@@ -337,6 +347,10 @@ THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 # character except %.
 TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
          r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
+# A letter, a word, or a command that stands for a value. Any other command, and |, says something about its
+# neighbours, so a formula with it is compared as a text: \overrightarrow{AB} is not \overrightarrow{BA}.
+SYMBOL = (r"(?i)[^\W\d_]|\\(?:(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|"
+          r"nu|xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega)|infty|emptyset|ell|hbar|[lc]?dots)$")
 # Each level has operators that bind more tightly than those before it; the first has what ends an operand.
 # `*` stands also between a and b in `ab`, and `(` is the operator of f(x), but not of (x+1)(x-1).
 LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap", r"+ - \pm \mp", "* /", "^", "_ ("]
@@ -346,6 +360,9 @@ for level, operators in enumerate(LEVELS):
 SUM = PRECEDENCE["+"]
 ATOM = PRECEDENCE["_"]
 BRACKETS = {"()": "()", "{}": "{}", r"\{\}": "{}", "[]": "[]", "[)": "[)", "(]": "(]"}
+# The package for algebra reads only a part of a formula with one of these: 2k, k\in Z is 2k+1, k\in Z to it.
+UNREAD = (r"\\(?:[lc]?dots|in|equiv|pmod|overline|dot)\b|\.{3}|…|\{cases|'|\^(?:\{-1\}\(|\{?T)|"
+          r"\{d[a-z]\}|(?:>|<).*\band\b")
 # The function makes one number of the numbers of a sum or a product, and the number changes nothing in it.
 FOLDS = {"+": (sum, 0), "*": (math.prod, 1)}
 
@@ -415,17 +432,19 @@ class Parser:
             return self.group(token)
         if token == r"\frac":
             return self.combined("/", self.formula(ATOM), self.formula(ATOM))
-        if token[1:] in FUNCTIONS and self.tokens[-1] not in ("^", "_"):
+        if token[1:] in FUNCTIONS:
             index = None
             if self.tokens[-1] == "[":
                 index = self.formula(ATOM)
+            elif self.tokens[-1] in ("^", "_"):                 # \sin^2 x and \log_2 x
+                index = self.tokens.pop(), self.formula(ATOM)
             argument = self.formula(ATOM)
             if is_constant(argument):
                 self.steps.add(token)
             return token, index, argument
-        if re.match(r"[^\W\d_]|[\\|]", token):
+        if re.match(SYMBOL, token):
             return token
-        return Fraction(token)                                  # raises ValueError for ! and )
+        return Fraction(token)                                  # raises ValueError for ! and ) and \setminus
 
     def group(self, opening):
         # Reads what is in brackets, and the closing one.
@@ -561,7 +580,9 @@ def comparison(answer, truth):
     input makes it slow.
     """
     mine, right = read(answer), read(truth)
-    for a, b in ((mine.name, right.name), (mine.unit, right.unit), (mine.choice, right.choice)):
+    for part in ("name", "unit", "choice"):
+        a = getattr(mine, part)
+        b = getattr(right, part)
         if a and b and a != b:
             return False
     # B) 12 is B.
@@ -573,7 +594,8 @@ def comparison(answer, truth):
         return True
     # Algebra cannot make a formula a number, nor two numbers equal, nor numbers in a base or other brackets.
     kinds = {operator_of(mine.value), operator_of(right.value)} & {"_", ":", *BRACKETS.values()}
-    if isinstance(right.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"}:
+    if isinstance(right.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"} or (
+            re.search(UNREAD, mine.text + right.text)):
         return False
     return None
 

@@ -48,6 +48,19 @@ from test_rewards import found, in_process
     ("Answer: 5\n\n#### Check\nIt fits.", "5"), ("#### Final Answer\n5", "5"), ("### Final Answer\n42", "42"),
     ("**Final Answer**\n\n42", "42"), ("**Answer**\n\n5", "5"), ("#### Paris", "Paris"), ("#### 5\nBye", "5"),
     (r"<think>a \boxed{4}</think><answer>5</answer>", "5"), (r"<think>\boxed{4}</think> Bye", "4"),
+    # The thoughts of other models end with other marks.
+    *[(rf"{mark}a \boxed{{4}}{end}5", "5") for mark, end in (
+        ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<thought>", "</thought>\n"), ("◁think▷", "◁/think▷"),
+        ("<reasoning>", "</reasoning>\n"), ("<|channel>thought\n", "<channel|>"), ("<thinking>", "</thinking>"),
+        ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>\n\n<|begin_of_solution|>\n"),
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"))],
+    (r"<|channel|>analysis<|message|>\boxed{4}", "4"),
+    # A box that is only spoken of
+    ("Mark your solution with \\boxed \nThe answer is 5", "5"), ("\\boxed{5}\n\nThat is in \\boxed format.", "5"),
+    (r"\boxed{5}, as asked: \boxed{your answer}", "5"), (r"\boxed{5}. I wrote \boxed{answer}.", "5"),
+    (r"\boxed{...} is \boxed{5}", "5"), (r"\boxed{f'}", "f'"),
+    ("**Answer: 5** ✅", "5"), ("Answer: 5 ✓", "5"),
     ("Answer: 5</s>", "5"), ("Answer: 5<|im_end|>\nok", "5"), ("Answer: 5</think>", "5"),
 ])
 def test_extract_answer(text, answer):
@@ -116,6 +129,10 @@ EQUAL = [
     ("(n-2) 2^{n}+1", "(n-2)2^n+1"),
     ("1/2x", r"\frac12 x"), ("(x+2)(x-1)", "(x-1)(x+2)"), ("[5]", "5"), (r"\{1,2\}", "1, 2"),
     (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
+    # gpt-oss writes the minus sign as U+2011.
+    ("\u20115", "-5"), ("5 °C", "5"), (r"5^\circ\text{C}", "5°C"), (r"5^{\circ}F", "5"), ("5 mL", "5 ml"), ("5 kWh", "5"),
+    ("5 Hz", "5"), (r"\textcolor{red}{5}", "5"), (r"\color{blue}{\frac12}", "0.5"), (r"\bm{5}", "5"), (r"{\bf 5}", "5"),
+    (r"\nicefrac{1}{2}", "0.5"), (r"\sin^2 x", r"\sin^{2}(x)"), (r"x\log_2 3", r"\log_{2}(3) x"), (r"|x-1|", r"\lvert x - 1 \rvert"),
 ]
 UNEQUAL = [
     ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("10^2", "102"),
@@ -168,7 +185,13 @@ UNEQUAL = [
     ("1e3_{16}", "1000_{16}"),
     ("(A) and (B)", "A"), ("B) or C)", "B"), ("(A)+B", "A"), (r"(A) \cup B", "A"), ("B) 12", "C"),
     ("{3, 4}", "(3,4)"), ("2:3:4", "4:3:2"), ("6:01:00", "1:06:00"), ("C. 5", "C. 6"), ("x+1", "1-x"),
-    ("40/3=a", "a"), ("it equals 2", "it equals 3"), ("the 2 of 3", "the 3 of 2"),
+    ("40/3=a", "a"), ("it equals 2", "it equals 3"), ("the 2 of 3", "the 3 of 2"), ("5°C", "5°F"), ("5 mL", "5 L"),
+    # A sign says something about its neighbours, so these must not change places.
+    (r"0.\overline{3}", r"0.\overline{4}"), (r"0.1\overline{6}", r"0.6\overline{1}"), (r"0.\dot{3}", r"0.\dot{4}"),
+    (r"\overrightarrow{AB}", r"\overrightarrow{BA}"), (r"A\setminus B", r"B\setminus A"), ("P(A|B)", "P(B|A)"),
+    (r"A \subset B", r"B \subset A"), (r"p \to q", r"q \to p"), (r"n \bmod m", r"m \bmod n"), (r"\binom{n}{2}", r"\binom{2}{n}"),
+    (r"\vec{a} b", r"\vec{b} a"), ("|x| y", "|y| x"), (r"\neg p q", r"p \neg q"), (r"\lfloor x\rfloor y", r"\lfloor y\rfloor x"),
+    (r"\sin^2 2x", r"2\sin^2 x"), (r"\log_2 3x", r"3\log_2 x"), (r"\sec 2x", r"2\sec x"),
 ]
 
 
@@ -534,7 +557,7 @@ def test_the_comparison_of_the_page():
     lines = [line.split(" ### ") for line in answers.PAIRS]
     assert len(lines) == len({tuple(line) for line in lines}) == 100
     assert sum(check_answer.check_answer(right, truth) for truth, right, _ in lines) == 93
-    assert sum(check_answer.check_answer(wrong, truth) for truth, _, wrong in lines) == 1
+    assert sum(check_answer.check_answer(wrong, truth) for truth, _, wrong in lines) == 0
 
 
 # ------------------------------------------------------------------------------------------------ algebra
@@ -566,6 +589,12 @@ def test_algebra_makes_equal(given, truth):
     ("x < 3", "x > 3"), (r"x \ge 3", "x > 3"), ("y=4", "x=4"), ("500\\%", "0.5"),
     (r"\text{odd}", r"\text{even}"),
     (r"\begin{pmatrix}1&3\\2&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"), ("528", "52_8"),
+    # It would read only a part of these.
+    (r"1+\frac{1}{\mathrm{e}}", r"1-\frac{1}{\mathrm{e}}"), (r"1, 2, \ldots, n", r"1, 3, \ldots, n"), ("1+2+...+n", "1+3+...+n"),
+    (r"2k, k\in\mathbb{Z}", r"2k+1, k\in\mathbb{Z}"), (r"x\equiv 1 \pmod 3", r"x\equiv 2 \pmod 3"), ("f'(x)=2x", "f(x)=2x"),
+    ("f^{-1}(x)=2x", "f(x)=2x"), ("A^T", "A"), (r"\frac{dy}{dx}", r"\frac{dx}{dy}"), (r"0.\overline{3}", r"0.\overline{4}"),
+    (r"\begin{cases}x+1&x>0\\0&x\le0\end{cases}", r"\begin{cases}x+2&x>0\\0&x\le0\end{cases}"),
+    (r"x<1\text{ or }x>3", r"x<1\text{ and }x>3"),
 ])
 def test_algebra_does_not_make_equal(given, truth):
     assert check_answer.check_answer(rf"It is \boxed{{{given}}}.", truth, algebra=True) is False

@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer,
+                          GenerationConfig)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
@@ -333,6 +335,32 @@ def test_a_prompt_with_a_token_that_the_model_does_not_embed_is_refused(folder, 
     rows = [("here:1", {"prompt": "1+1"}), ("here:2", {"prompt": "\u20ac"})]
     with pytest.raises(ValueError, match="^here:2: .* a token that the model does not have"):
         encode_rows(tokenizer, rows)
+
+
+@pytest.mark.parametrize("kind, name", [("qwen3", "LlamaTokenizerFast"), ("llama", "LlamaTokenizerFast"),
+                                        ("llama", "GPT2Tokenizer"), ("qwen2", "PreTrainedTokenizerFast")])
+def test_a_text_is_cut_into_tokens_as_tokenizer_json_says(folder, tmp_path, kind, name):
+    """transformers 5 has classes that take the words of tokenizer.json, and cut a text in their own way."""
+    digits = Regex(r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?\p{L}+|\s+|[^\s\p{L}\p{N}]+")
+    written = Tokenizer(models.BPE())
+    written.normalizer = normalizers.NFC()
+    written.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(digits, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    written.decoder = decoders.ByteLevel()
+    written.train_from_iterator(["What is 1234 + 56? It is 1290, and 1234 is more.\n\n"] * 9, trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<s>", "</s>"]))
+    path = changed(folder, tmp_path / "model", model_type=kind, vocab_size=340)
+    written.save(f"{path}/tokenizer.json")
+    with open(f"{path}/tokenizer_config.json", "w") as file:
+        json.dump({"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>"}, file)
+    text = "What is 1234 + 56?\n\n  It is 1290."
+    tokenizer = load_tokenizer(path)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    # A checkpoint keeps what the file says, also for those who read it with AutoTokenizer.
+    for tokenizer in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert ids == written.encode(text, add_special_tokens=False).ids and tokenizer.decode(ids) == text
+        assert tokenizer.eos_token_id == 1
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

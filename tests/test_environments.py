@@ -675,6 +675,23 @@ def test_a_reward_that_takes_environments_needs_one(moves):
         Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts_for([{}]))
 
 
+def test_a_template_hears_of_no_tools_where_a_class_has_none(write):
+    """Llama 3.1's asks in this way, and speaks of tools in the system prompt where the list is there but empty."""
+    path = write('''
+        class Judge:
+            def reset(self, **row):
+                pass
+
+            def get_reward(self):
+                return 1.0
+    ''')
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.chat_template = "{% if tools is not none %}<|tool|>{% endif %}" + tokenizer.chat_template
+    plays = player(f"{path}:Judge", tokenizer)
+    (r,), _ = played(plays, [["a<|end|>"]], tokenizer=tokenizer)
+    assert plays.tools is None and r.prompt_ids.tolist() == prompts_for([{}])[0].ids and r.finish_reason == "stop"
+
+
 # ---------------------------------------------------------------- templates that stand elsewhere
 
 def test_templates_may_stand_beside_a_model(tmp_path):

@@ -32,8 +32,6 @@ FILE_KINDS = ".jsonl", ".json", ".parquet"
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")
-# These columns, which other trainers read, have to be empty. A run reads text alone, and tools are a setting.
-UNREAD_COLUMNS = "image images video videos audio audios tools chat_template_kwargs".split()
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
 ROLE_OF = {"human": "user", "observation": "tool",
@@ -194,7 +192,8 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
         row = json.loads(row)
     if not isinstance(row, dict):
         raise ValueError("not an object")
-    for column in UNREAD_COLUMNS:
+    # Other trainers read these.
+    for column in "image images video videos audio audios tools chat_template_kwargs".split():
         if row.get(column):
             raise ValueError(f"{column} holds something, but a run reads text alone, and tools and "
                              "chat_template_kwargs are settings: leave out the row, or the column if the "
@@ -302,7 +301,7 @@ def answer_of(row, columns):
 def is_answer(value):
     # Returns whether this is a text that says something, or a number other than NaN and infinity.
     if isinstance(value, str):
-        return bool(value.strip())
+        return value.strip() != ""
     return isinstance(value, numbers.Number) and abs(value) < math.inf
 
 

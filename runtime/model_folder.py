@@ -164,8 +164,7 @@ def end_tokens(model, tokenizer):
     ids = next((ids for ids in named_by if ids is not None), [])
     if not isinstance(ids, list):
         ids = [ids]
-    vocabulary = range(read_config(model).get_text_config().vocab_size)
-    if not ids or {*ids} - {*vocabulary}:
+    if not ids or {*ids} - {*range(read_config(model).get_text_config().vocab_size)}:
         raise ValueError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
                          "names no token that ends a completion")
     return ids
@@ -176,7 +175,7 @@ def end_note(tokenizer, eos_ids):
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
     # Templates raise all kinds of errors. If this one fails for the run's prompts, that stops the run later.
     with contextlib.suppress(Exception):
-        _, _, ending = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")
+        ending = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
         ending_ids = tokenizer(ending, add_special_tokens=False).input_ids
         if not {*eos_ids} & {*ending_ids}:
             names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(eos_ids)))

@@ -36,8 +36,8 @@ LANGUAGES = [
 NOUN, VERB, SO = map("|".join, zip(*LANGUAGES))
 # A thought ends with </think>, Magistral's [/THINK], Gemma's <channel|>, Cohere's <|END_THINKING|> and more.
 # Each message of gpt-oss begins with <|message|>, and the last one is the answer.
-THOUGHT_END = (r"(?i)(?:</(?:seed:)?(?:think(?:ing)?|thought|reasoning)>|\[/THINK\]|◁/think▷|<channel\|>|"
-               r"<\|message\|>|<\|end_(?:of_)?(?:thinking|thought)\|>)(?:\s*<\|\w+\|>)*")
+THOUGHT_END = r"""(?ix)(?: </(?:seed:)?(?:think(?:ing)?|thought|reasoning)> | \[/THINK\] | ◁/think▷ |
+    <channel\|> | <\|message\|> | <\|end_(?:of_)?(?:thinking|thought)\|> )(?:\s*<\|\w+\|>)*"""
 # EDGE matches any place except one inside a Latin word.
 EDGE = "(?!(?<=[a-z])[a-z])"
 # An answer begins behind a sign: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
@@ -297,8 +297,6 @@ CLEANING = {
     r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))": ", ",
     # 9 (apples) is 9 apples.
     r"(?<=\d)\s*\(([a-zA-Z ]{3,})\)\s*$": r" \1",
-    # The package for algebra stops at \frac{ e }.
-    r"(?<=\{) +": "",
     # Quotation marks go, and so does a last period.
     r"^[\s\"“”*`]+|(?<![.\s])\s*\.?[\s,;。\"“”*`]*$": ""}
 
@@ -349,8 +347,9 @@ TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
          r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
 # A letter, a word, or a command that stands for a value. Any other command, and |, says something about its
 # neighbours, so a formula with it is compared as a text: \overrightarrow{AB} is not \overrightarrow{BA}.
-SYMBOL = (r"(?i)[^\W\d_]|\\(?:(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|"
-          r"nu|xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega)|infty|emptyset|ell|hbar|[lc]?dots)$")
+SYMBOL = r"""(?ix) [^\W\d_] | \\(?: (?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|
+    lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega) |
+    infty | emptyset | ell | hbar | [lc]?dots )$"""
 # Each level has operators that bind more tightly than those before it; the first has what ends an operand.
 # `*` stands also between a and b in `ab`, and `(` is the operator of f(x), but not of (x+1)(x-1).
 LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap", r"+ - \pm \mp", "* /", "^", "_ ("]
@@ -360,9 +359,9 @@ for level, operators in enumerate(LEVELS):
 SUM = PRECEDENCE["+"]
 ATOM = PRECEDENCE["_"]
 BRACKETS = {"()": "()", "{}": "{}", r"\{\}": "{}", "[]": "[]", "[)": "[)", "(]": "(]"}
-# The package for algebra reads only a part of a formula with one of these: 2k, k\in Z is 2k+1, k\in Z to it.
-UNREAD = (r"\\(?:[lc]?dots|in|equiv|pmod|overline|dot)\b|\.{3}|…|\{cases|'|\^(?:\{-1\}\(|\{?T)|"
-          r"\{d[a-z]\}|(?:>|<).*\band\b")
+# The package for algebra reads only a part of a formula with one of these. To it, 2k, k\in Z is 2k+1, k\in Z.
+UNREAD = r"""(?x) \\(?:[lc]?dots|in|equiv|pmod|overline|dot)\b | \.{3} | … | \{cases | ' | \{[ ] |
+    \^(?:\{-1\}\(|\{?T) | \{d[a-z]\} | [<>].*\band\b"""
 # The function makes one number of the numbers of a sum or a product, and the number changes nothing in it.
 FOLDS = {"+": (sum, 0), "*": (math.prod, 1)}
 

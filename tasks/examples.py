@@ -64,8 +64,7 @@ def examples_of(row, player):
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
         ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + player.eos_ids[:1]
         return [Rollout.single(encoded.ids, ids, [0.0] * len(ids), "stop")]
-    if s.system_prompt:
-        prompt = [{"role": "system", "content": s.system_prompt}, *prompt]
+    prompt = player.messages(prompt)                            # with the system prompt
     messages = [*prompt, *answer]
     render = partial(tokenizer.apply_chat_template, tools=player.tools, tokenize=False)
     examples = []
@@ -77,13 +76,15 @@ def examples_of(row, player):
         while after and after[-1] not in player.eos_ids:
             after.pop()
         turn = after[len(before):]
+        # A template leaves out fields that it does not know. enable_thinking, which it may know, is none.
+        lost = any(key in message and key not in str(tokenizer.chat_template).replace("enable_thinking", "")
+                   for key in ("tool_calls", "reasoning_content", "thinking"))
         # The tokens may spell the content in another way, as where the tokenizer normalises.
         written = texts[1][len(texts[0]):]
-        if after != before + turn or message["content"].strip() not in written:
+        if lost or after != before + turn or message["content"].strip() not in written:
             raise ValueError("the chat template does not say which tokens are the assistant's: after "
-                             f"{tokenizer.decode(before)[-200:]!r} it should write "
-                             f"{message['content']!r:.300} and an end token, but the whole text is "
-                             f"{tokenizer.decode(after)[-500:]!r}")
+                             f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
+                             f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")
         examples.append(Rollout.single(before, turn, [0.0] * len(turn), "stop"))
     return examples
 

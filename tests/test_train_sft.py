@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import config.shared
 from bench import worked
+from episodes import Player
 from tasks.examples import load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer
@@ -174,6 +175,10 @@ def test_adapters_are_trained_sampled_and_resumed(folder, tmp_path):
 
 GOOD = {"prompt": [said("user", "1+1")], "completion": "2"}
 THOUGHTFUL = {"messages": [said("user", "1+1"), said("assistant", "<think>one</think>2")]}
+PLAIN = DROPS.replace("loop.last or m.role != 'assistant'", "true")
+CALLS = {"messages": [said("user", "1+1"), {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]},
+                      said("tool", "2"), said("assistant", "two")]}
+THINKS = {"messages": [said("user", "1+1"), said("assistant", "two") | {"thinking": "why"}]}
 CASES = {
     "no answer": ({"prompt": "1+1="}, "", "rows.jsonl:2: there is nothing to learn: no messages end"),
     "a question last": ({"messages": [said("user", "1+1")]}, "", "rows.jsonl:2: there is nothing to learn"),
@@ -185,6 +190,11 @@ CASES = {
     # As the templates of DeepSeek-R1's distilled models.
     "a thought is dropped": (THOUGHTFUL, DROPS.replace("loop.last or ", ""),
                              "rows.jsonl:2: the chat template does not say which tokens are the assistant's"),
+    # Others write neither a call nor a thought that is a field of its own, or know it by another name.
+    "a call is left out": (CALLS, PLAIN, "rows.jsonl:2: the chat template does not say .* it should write .*'add'"),
+    "a thought is left out": (THINKS, PLAIN, "rows.jsonl:2: the chat template does not say .* it should write .*'why'"),
+    "a thought by another name": (THINKS, PLAIN + "{% if enable_thinking %}{{ messages[0].reasoning_content }}{% endif %}",
+                                  "rows.jsonl:2: the chat template does not say"),
     "no end": (GOOD, DROPS.replace("<|end|>", ""), "rows.jsonl:1: the chat template does not say"),
     "another beginning": (GOOD, "{{ messages | length }}" + DROPS, "rows.jsonl:1: the chat template does not say")}
 
@@ -198,8 +208,7 @@ def load(folder, path, rows, template):
         setattr(settings, key, value)
     tokenizer = load_tokenizer(folder, settings=settings)
     tokenizer.chat_template = template or tokenizer.chat_template
-    return load_examples(SimpleNamespace(settings=settings, tokenizer=tokenizer, tools=None,
-                                         eos_ids=[tokenizer.eos_token_id]), "train")
+    return load_examples(Player(settings, tokenizer, [tokenizer.eos_token_id]), "train")
 
 
 @pytest.mark.parametrize("case", CASES)

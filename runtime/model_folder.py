@@ -196,8 +196,8 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         with contextlib.suppress(OSError):                      # there may be no such file
             cached_file(path, "tokenizer.json")
-            # Some classes of transformers 5 cut a text in their own way, whatever this file says. To
-            # DeepSeek-R1-0528-Qwen3-8B all words would be one. The model was trained as the file says.
+            # Some classes of transformers 5 cut a text in their own way, whatever this file says. For
+            # deepseek-math-7b-rl all spaces would be lost. The model was trained as the file says.
             as_file_says = PreTrainedTokenizerFast.from_pretrained(path)
             if as_file_says.tokenize(SAMPLE) != tokenizer.tokenize(SAMPLE):
                 tokenizer = as_file_says

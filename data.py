@@ -32,6 +32,8 @@ FILE_KINDS = ".jsonl", ".json", ".parquet"
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")
+# These columns, which other trainers read, have to be empty. A run reads text alone, and tools are a setting.
+UNREAD_COLUMNS = "image images video videos audio audios tools chat_template_kwargs".split()
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
 ROLE_OF = {"human": "user", "observation": "tool",
@@ -192,16 +194,15 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
         row = json.loads(row)
     if not isinstance(row, dict):
         raise ValueError("not an object")
-    # Other trainers read these.
-    for column in "image images video videos audio audios tools chat_template_kwargs".split():
+    for column in UNREAD_COLUMNS:
         if row.get(column):
             raise ValueError(f"{column} holds something, but a run reads text alone, and tools and "
                              "chat_template_kwargs are settings: leave out the row, or the column if the "
                              "text does without it; a column of another name goes to the reward as it is")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
-    return row | without_null({"prompt": prompt, "answer": answer,
-                               "source": source or row.get("source") or row.get("data_source")}), answer
+    source = source or row.get("source") or row.get("data_source")
+    return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
 
 
 def prompt_of(row, prompt_column, chat, optional):
@@ -357,7 +358,9 @@ def hub_file(name):
     # Returns the path of hf://datasets/OWNER/NAME/FILE in the hub's cache, to which the file is fetched.
     # Only the runs that have such a file import this.
     from huggingface_hub import HfApi, errors, hf_hub_download
-    dataset, file = re.fullmatch("hf://datasets/([^/]*/?[^/]*)/?(.*)", name).groups()
+    folders = name.split("/")[3:]
+    dataset = "/".join(folders[:2])
+    file = "/".join(folders[2:])
     with naming(name):
         with contextlib.suppress(errors.EntryNotFoundError):
             if file:

@@ -73,7 +73,9 @@ def check_model(path, key="model", tokenizer=True, length=0):
     ValueError if it is not found or cannot be used. Weights are checked when they are loaded.
     """
     path = located(path)
-    config_name = "config.json" if os.path.isdir(path) else "no such folder, and on the hub config.json"
+    config_name = "config.json"
+    if not os.path.isdir(path):
+        config_name = "no such folder, and on the hub config.json"
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{key}={path}: no tokenizer in this folder")
@@ -158,13 +160,16 @@ def end_tokens(model, tokenizer):
     """
     named_by = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
     path = f"{model}/generation_config.json"
-    # There may be no such file.
-    with reading(path) if os.path.exists(path) else contextlib.suppress(OSError):
+    errors = contextlib.suppress(OSError)                       # there may be no such file
+    if os.path.exists(path):
+        errors = reading(path)
+    with errors:
         named_by.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = next((ids for ids in named_by if ids is not None), [])
     if not isinstance(ids, list):
         ids = [ids]
-    if not ids or {*ids} - {*range(read_config(model).get_text_config().vocab_size)}:
+    vocabulary = range(read_config(model).get_text_config().vocab_size)
+    if not ids or {*ids} - {*vocabulary}:
         raise ValueError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
                          "names no token that ends a completion")
     return ids
@@ -175,7 +180,7 @@ def end_note(tokenizer, eos_ids):
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
     # Templates raise all kinds of errors. If this one fails for the run's prompts, that stops the run later.
     with contextlib.suppress(Exception):
-        ending = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
+        _, _, ending = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")
         ending_ids = tokenizer(ending, add_special_tokens=False).input_ids
         if not {*eos_ids} & {*ending_ids}:
             names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(eos_ids)))
@@ -263,13 +268,15 @@ def check_loaded(what, info, may_lack=()):
 
 def write_model(hf, tensors, folder):
     """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
-    parameters = dict(hf.named_parameters(remove_duplicate=False))
+    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
     # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
     generation = hf.generation_config
     hf.generation_config = GenerationConfig()
-    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
-    hf.generation_config = generation
+    try:
+        hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    finally:
+        hf.generation_config = generation
     generation.to_json_file(f"{folder}/generation_config.json")
     for name, content in hf.processor.items():
         Path(folder, name).write_bytes(content)

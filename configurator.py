@@ -217,7 +217,8 @@ RULES = (
     # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
     (lambda min_p: min_p < 1, ": must be below 1"),
-    (lambda top_k, top_p, min_p, trainers: top_k > 0 or top_p == 1 and min_p == 0,
+    # Scripts without mini-batches train on nothing that was sampled.
+    (lambda top_k, top_p, min_p, num_mini_batches: top_k > 0 or top_p == 1 and min_p == 0,
      ": with top_p={top_p} and min_p={min_p} training needs one, such as 20, because it keeps all tokens "
      "that a token was drawn from"),
     (lambda token_budget, max_prompt_length, max_completion_length:

@@ -335,9 +335,10 @@ class Sampler:
             rollouts = player.play(self.engine, jobs)
         else:
             rollouts = self.engine.generate([request for _, request in jobs])
-            for r, (row, _) in zip(rollouts, jobs):
+            for r, (row, request) in zip(rollouts, jobs):
+                sampled = r.ids[len(request.ids):].tolist()
                 r.row = row
-                r.completion = text_of(player.tokenizer, r.sampled_ids.tolist(), player.eos_ids, player.stop)
+                r.completion = text_of(player.tokenizer, sampled, player.eos_ids, player.stop)
                 if not isinstance(row["prompt"], str):
                     r.completion = [{"role": "assistant", "content": r.completion}]
         self.engine.stop_if_signalled()

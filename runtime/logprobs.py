@@ -128,6 +128,7 @@ class LogprobsFromHidden(torch.autograd.Function):
                 p = log_p.exp()
                 d_logits = log_p.add_(entropy[part, None]).mul_(-d_entropy[part, None] / divisor)
                 d_logits.sub_(d_logp[part, None]).mul_(p)
+                del p
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
             if softcap:
                 d_logits *= slope

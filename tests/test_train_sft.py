@@ -164,7 +164,8 @@ def test_the_tiny_model_learns_to_show_its_work_and_grpo_goes_on(warm, tmp_path)
 
 
 def test_adapters_are_trained_sampled_and_resumed(folder, tmp_path):
-    settings = ["--lora_rank=2", "--learning_rate=1e-2", "--eval_interval=1"]
+    # What is sampled is not trained, so top_p needs no top_k.
+    settings = ["--lora_rank=2", "--learning_rate=1e-2", "--eval_interval=1", "--top_p=0.9"]
     whole, _ = sft(folder, tmp_path / "run", *settings)
     assert whole[2]["eval/token_loss"] < whole[0]["eval/token_loss"]
     assert whole[2]["eval/mean_length"] != whole[0]["eval/mean_length"]

@@ -210,8 +210,9 @@ def outcome(family, engine, dtype="auto", path=""):
         with open(os.path.join(run, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]
         return lines[1]["sampling/sampling_logp_difference/mean"], notes, ""
-    if gap := re.search(r"RuntimeError: (engine and trainer logprobs differ by \S+ on average)", said):
-        return None, notes, f"stopped: {gap[1]}"
+    if problem := re.search(r"RuntimeError: (engine and trainer logprobs differ by \S+ on average"
+                            r"|the sync of version 1 has failed: [^,]+, the engine got \d+)", said):
+        return None, notes, f"stopped: {problem[1]}"
     last = [line for line in said.splitlines() if line.strip()][-1]
     said = re.sub(r"^train_\w+\.py: ", "" if result.returncode == 2 else "FAILS: ", last)
     return None, notes, said.replace(folder, family)[:400]

@@ -130,13 +130,13 @@ torchvision, and the gap of `hunyuan_v1_moe` with plain PyTorch is 1e-04. The li
 refused or a run stopped. Most of these reasons concern vLLM's CPU build.
 
 The other pair of `requirements.txt`, vLLM 0.25.1 with PyTorch 2.11, was tried with transformers 5.17 (November 2026).
-With plain PyTorch the results were the same, except that the gap of `hunyuan_v1_moe` is 1e-04, and that this version
-cannot make the small `zamba2`. With vLLM these families differ. `cohere2` agrees, with a gap of 2e-07. `ministral3` and
-`nanochat` are stopped, because the logprobs differ by 0.3 and 0.003. `granitemoe` is stopped at its first sync: this
-vLLM takes all weights before it loads the first, so the run cannot see that they have arrived. vLLM refuses `olmo3`,
-`hunyuan_v1_dense`, `hunyuan_v1_moe`, `gemma4`, `gemma4_text`, `qwen3_5`, `qwen3_5_text`, `qwen3_next`,
-`granitemoehybrid`, `falcon_h1` and `mamba2`; the CPU build lacks kernels for the last two. It also refuses `phi` and
-`olmo`, but only in the shapes of this script.
+With plain PyTorch the results were the same, except that the gap of `hunyuan_v1_moe` is 1e-04, and that transformers
+5.17 cannot make the small `zamba2`. With vLLM the results of these families differ. `cohere2` agrees, with a gap of
+2e-07. `ministral3` and `nanochat` are stopped, because the logprobs differ by 0.3 and 0.003. `granitemoe` is stopped at
+its first sync: this vLLM takes all weights before it loads the first, so the run cannot see that they have arrived.
+vLLM refuses `olmo3`, `hunyuan_v1_dense`, `hunyuan_v1_moe`, `gemma4`, `gemma4_text`, `qwen3_5`, `qwen3_5_text`,
+`qwen3_next`, `granitemoehybrid`, `falcon_h1` and `mamba2`; the CPU build lacks kernels for the last two. It also
+refuses `phi` and `olmo`, but only in the shapes of this script.
 
 - *A sequence per row*: in a packed row the sequences of such a model would see each other. The run finds this out when
   it loads the model, says so, and gives each sequence a row of its own, padded to the longest. How much longer an

@@ -363,6 +363,23 @@ def test_a_text_is_cut_into_tokens_as_tokenizer_json_says(folder, tmp_path, kind
         assert tokenizer.eos_token_id == 1
 
 
+def test_a_space_follows_a_special_token_if_tokenizer_json_says_so(folder, tmp_path):
+    """As in Llama 2's file, which the class of transformers 5 reads like that of newer models."""
+    written = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    written.train_from_iterator(["\u2581the\u2581quick\u2581fox\u2581says\u2581hello"] * 9, trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]))
+    written.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    written.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         decoders.Strip(" ", 1, 0)])
+    path = changed(folder, tmp_path / "model", model_type="llama", vocab_size=340)
+    written.save(f"{path}/tokenizer.json")
+    with open(f"{path}/tokenizer_config.json", "w") as file:
+        json.dump({"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, file)
+    tokens = load_tokenizer(path).tokenize("<s>the fox</s>hello")
+    assert tokens == written.encode("<s>the fox</s>hello").tokens
+    assert tokens[tokens.index("</s>") + 1].startswith("\u2581")
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("load", [load_policy, load_critic])
 def test_weights_that_are_no_numbers_are_named(folder, tmp_path, mesh, number, load):

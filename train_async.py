@@ -45,8 +45,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none if only
-                                # a reward model or an environment scores (config/shared.py)
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; "none" if a
+                                # reward model or an environment alone scores (config/shared.py)
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
@@ -232,10 +232,10 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif num_mini_batches > 1:
-        with log.timed("old_log_prob"):
+        with log.timed("old_log_prob"):                         # of this rank's part of all updates
             old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
     else:
-        old_logps = None                                        # the only update starts at pi_old: logp
+        old_logps = None                                        # pi_old is the policy: old_logp is logp
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -249,7 +249,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                 batch.put(logp.detach(), new_logps)
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
-                # [C] each. Losses other than clip may need engine_logp and mean.
+                # [C] each. Only some losses use engine_logp and mean, a method like sequence_lengths below.
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
@@ -264,7 +264,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # summed up, the mean of the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # adds up to the mean of the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
@@ -272,7 +272,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                 # weights read the prompts.
                 same_weights = not in_flight and log.metrics["async/staleness/max"] == 0
                 log.metrics |= run.compare_logprobs(rollouts, new_logps, same_weights)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)  # 0: no clip
             if run.may_step("actor", norm):                     # logs the norm; False if it is not finite
                 optimizer.step()
             optimizer.zero_grad()
@@ -282,5 +282,5 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         bridge.update_weights(policy, step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples
+    run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples
 run.end()                                                       # writes report.html

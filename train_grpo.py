@@ -42,8 +42,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none if only
-                                # a reward model or an environment scores (config/shared.py)
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; "none" if a
+                                # reward model or an environment alone scores (config/shared.py)
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
@@ -90,7 +90,7 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
+# the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings, opens the run's folder and copies this file into it. run.resumed is the checkpoint
@@ -137,7 +137,7 @@ sample = rollout.Sampler(player, rollout_engine)
 #     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
 #     r.row        the record of the data set that it answers, a dict with prompt, answer and other columns
 #     r.score      the sum that the rewards gave it; NaN if it was not scored
-#     r.rewards    {index of a sampled token: the part of the score that this token earned}; they add up to it
+#     r.rewards    {t: the part of the score that its t-th sampled token earned}, often {len - 1: r.score}
 #
 # Values have three forms:
 #     [N]          a tensor with a value for each rollout, as scores and lengths
@@ -153,10 +153,10 @@ sample = rollout.Sampler(player, rollout_engine)
 #     batch.sequence_lengths()            returns [2, 2, 2, 2]
 #
 # FSDP communicates in each forward and backward pass, so all ranks must make equally many. A rank with fewer
-# micro-batches than another gets empty ones, in which C is 0. Each rank of a sequence_group computes a part
-# of the same micro-batches. One of them gets the logprobs of all parts and computes the loss; on the others C
-# is 0, and their backward pass brings them the gradients of their part.
-# log.metrics takes figures that all ranks agree on; log.add takes figures to sum or average over the ranks.
+# micro-batches than another gets empty ones, in which C is 0. In a sequence_group the forward pass sends all
+# logprobs to one rank, which computes the loss. On the others C and the loss are 0, and the backward pass
+# sends them the gradients of the logprobs that they computed.
+# log.metrics takes figures that all ranks agree on; log.add sums or averages over micro-batches and ranks.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(step, eval_interval):
@@ -183,9 +183,9 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 3 advantage
     if reference:
-        with log.timed("ref"):
+        with log.timed("ref"):                                  # the ranks share the work, and get all of it
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1; the trainer's log pi comes later
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1; only engine_logps exist so far
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -203,10 +203,10 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     if old_logprobs == "engine":
         old_logps = engine_logps
     elif num_mini_batches > 1:
-        with log.timed("old_log_prob"):
+        with log.timed("old_log_prob"):                         # of this rank's part of all updates
             old_logps = token_logprobs(policy, rollouts, sum(shares, []), token_budget, temperature)
     else:
-        old_logps = None                                        # the only update starts at pi_old: logp
+        old_logps = None                                        # pi_old is the policy: old_logp is logp
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -220,7 +220,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                 batch.put(logp.detach(), new_logps)
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
-                # [C] each. Losses other than clip may need engine_logp and mean.
+                # [C] each. Only some losses use engine_logp and mean, a method like sequence_lengths below.
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
@@ -235,13 +235,13 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # summed up, the mean of the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # adds up to the mean of the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
                 # Policy and engine still have the same weights: the run stops unless their logprobs agree.
                 log.metrics |= run.compare_logprobs(rollouts, new_logps)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)  # 0: no clip
             if run.may_step("actor", norm):                     # logs the norm; False if it is not finite
                 optimizer.step()
             optimizer.zero_grad()
@@ -251,5 +251,5 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         rollout_engine.update_weights(policy, step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples
+    run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples
 run.end()                                                       # writes report.html

@@ -39,8 +39,8 @@ task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or
                                 # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # rows of task=file: files, folders, patterns or hf://..., with commas between
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
-reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none if only
-                                # a reward model or an environment scores (config/shared.py)
+reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; "none" if a
+                                # reward model or an environment alone scores (config/shared.py)
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 256          # of all ranks together
 num_generations = 1             # completions per prompt (G)
@@ -77,7 +77,7 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
+# the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings, opens the run's folder and copies this file into it. run.resumed is the checkpoint
@@ -256,7 +256,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                 log.add(sums={"loss": loss / len(updates)},         # the mean over the updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
                                "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)  # 0: no clip
             if run.may_step("actor", norm):
                 optimizer.step()
             optimizer.zero_grad()
@@ -266,5 +266,5 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         rollout_engine.update_weights(policy, step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples
+    run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples
 run.end()                                                       # writes report.html

@@ -55,7 +55,7 @@ settings.num_generations = 1                                    # nothing is sam
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh. Each of the sequence_parallel_size ranks in a sequence_group has a part of every micro-batch.
+# the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 run = Run(settings, __file__)

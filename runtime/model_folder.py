@@ -232,10 +232,9 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
     """Return the model of the class `kind` in a folder or hub id, whole, in float32 on the CPU.
 
     has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
-    names of parameters that stay as the class makes them if the folder has none. The model gets attributes
-    for write_model: `processor`, {name of a file: its content}, and `generation`, its GenerationConfig.
-    Raises ValueError, with a message that begins with `what`, if the weights cannot be read or do not fit the
-    config.
+    names of parameters that stay as the class makes them if the folder has none. The model gets an attribute
+    `processor` for write_model: {name of a file: its content}. Raises ValueError, with a message that begins
+    with `what`, if the weights cannot be read or do not fit the config.
     """
     with reading(f"{what}: its weights"):
         hf, info = kind.from_pretrained(
@@ -247,9 +246,6 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
             hf.set_submodule(name, torch.nn.Identity())
             may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
     check_loaded(what, info, may_lack)
-    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
-    hf.generation = hf.generation_config
-    hf.generation_config = GenerationConfig()
     hf.processor = {}
     for name in PROCESSOR:
         with contextlib.suppress(OSError):                      # most models have none
@@ -275,7 +271,13 @@ def write_model(hf, tensors, folder):
     """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
-    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
-    hf.generation.to_json_file(f"{folder}/generation_config.json")
+    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
+    generation = hf.generation_config
+    hf.generation_config = GenerationConfig()
+    try:
+        hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    finally:
+        hf.generation_config = generation
+    generation.to_json_file(f"{folder}/generation_config.json")
     for name, content in hf.processor.items():
         Path(folder, name).write_bytes(content)

@@ -592,9 +592,10 @@ def comparison(answer, truth):
     if mine.values & right.values:
         return True
     # Algebra cannot make a formula a number, nor two numbers equal, nor numbers in a base or other brackets.
+    # Nor is the package asked about what it would misread.
     kinds = {operator_of(mine.value), operator_of(right.value)} & {"_", ":", *BRACKETS.values()}
-    if isinstance(right.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"} or (
-            re.search(UNREAD, mine.text + right.text)):
+    if isinstance(right.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"} or re.search(
+            UNREAD, mine.text + right.text):
         return False
     return None
 

@@ -76,12 +76,12 @@ def examples_of(row, player):
         while after and after[-1] not in player.eos_ids:
             after.pop()
         turn = after[len(before):]
-        # A template leaves out fields that it does not know. enable_thinking, which it may know, is none.
-        lost = any(key in message and key not in str(tokenizer.chat_template).replace("enable_thinking", "")
-                   for key in ("tool_calls", "reasoning_content", "thinking"))
-        # The tokens may spell the content in another way, as where the tokenizer normalises.
+        # The tokens may spell the content in another way, as where the tokenizer normalises. A template
+        # leaves out the fields that it does not name. enable_thinking is no field.
         written = texts[1][len(texts[0]):]
-        if lost or after != before + turn or message["content"].strip() not in written:
+        if after != before + turn or message["content"].strip() not in written or any(
+                key in message and key not in str(tokenizer.chat_template).replace("enable_thinking", "")
+                for key in ("tool_calls", "reasoning_content", "thinking")):
             raise ValueError("the chat template does not say which tokens are the assistant's: after "
                              f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
                              f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")

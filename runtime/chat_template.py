@@ -247,9 +247,7 @@ def text_in(content):
 
     A dict with which an MCP server answers has its blocks in "content".
     """
-    blocks = content
-    if isinstance(content, dict):
-        blocks = content.get("content")
+    blocks = content.get("content") if isinstance(content, dict) else content
     text = text_of_blocks(blocks)
     return str(content) if text is None else text
 
@@ -274,7 +272,8 @@ def tool_call(number, name, arguments):
 def read_call(tool_names, number, function):
     """Return a call as transformers writes it, and what is wrong with it, or "".
 
-    number: its place in the turn. function: {"name": ..., "arguments": ...}, or this as JSON.
+    number: its place in the turn. function: {"name": ..., "arguments": ...}, or this as JSON. Llama's models
+    write "parameters" instead, and the tool must not be called without them.
     """
     name = "unknown"
     arguments = {}
@@ -283,7 +282,7 @@ def read_call(tool_names, number, function):
         if isinstance(function, str):
             function = json.loads(function)
         name = str(function["name"])
-        value = function.get("arguments") or {}
+        value = function.get("arguments", function.get("parameters")) or {}
         if isinstance(value, str):
             value = json.loads(value)
         # Arguments that are nested so deeply that others could not copy or send them are refused.
@@ -301,6 +300,7 @@ def read_call(tool_names, number, function):
 
 def turn_of(message, names):
     """Return a turn of the policy with what stands in the message, and with calls of these tools."""
-    calls = [tool_call(number, name, {}) for number, name in enumerate(names)]
     turn = {"role": "assistant", "content": ""} | message
-    return turn | {"tool_calls": calls} if calls else turn
+    if names:
+        turn["tool_calls"] = [tool_call(number, name, {}) for number, name in enumerate(names)]
+    return turn

@@ -810,6 +810,14 @@ def test_an_episode_with_tools_is_rewarded_however_it_ends(games, texts, setting
     assert [*r.rewards.values()] == [0.0] * (len(texts) - 1) + [reward]
 
 
+def test_arguments_may_be_called_parameters(games):
+    """As Llama's models call them. The tool must not be called without them, which may be possible."""
+    text = '<tool_call>{"name": "add", "parameters": {"amount": 4}}</tool_call><|end|>'
+    (r,) = played(games, "Counter", [{}], [[text, "b<|end|>"]])
+    assert r.completion[0]["tool_calls"][0]["function"]["arguments"] == {"amount": 4}
+    assert sum(r.rewards.values()) == 4 and r.counts["failures"] == 0
+
+
 # Such a description of what the model writes comes with a tokenizer.
 PARSED = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "fields": {
     "thinking": {"open": "<think>", "close": "</think>", "content": "text"},

@@ -76,12 +76,13 @@ def examples_of(row, player):
         while after and after[-1] not in player.eos_ids:
             after.pop()
         turn = after[len(before):]
-        # The tokens may spell the content in another way, as where the tokenizer normalises. A template
-        # leaves out the fields that it does not name. enable_thinking is no field.
+        # The tokens may spell the content in another way, as where the tokenizer normalises.
         written = texts[1][len(texts[0]):]
-        if after != before + turn or message["content"].strip() not in written or any(
-                key in message and key not in str(tokenizer.chat_template).replace("enable_thinking", "")
-                for key in ("tool_calls", "reasoning_content", "thinking")):
+        # A template leaves out the fields that it does not name. enable_thinking is no field.
+        template = str(tokenizer.chat_template).replace("enable_thinking", "")
+        fields = [key for key in ("tool_calls", "reasoning_content", "thinking") if key in message]
+        lost = [key for key in fields if key not in template]
+        if lost or after != before + turn or message["content"].strip() not in written:
             raise ValueError("the chat template does not say which tokens are the assistant's: after "
                              f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
                              f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")

@@ -36,8 +36,9 @@ LANGUAGES = [
 NOUN, VERB, SO = map("|".join, zip(*LANGUAGES))
 # A thought ends with </think>, Magistral's [/THINK], Gemma's <channel|>, Cohere's <|END_THINKING|> and more.
 # Each message of gpt-oss begins with <|message|>, and the last one is the answer.
-THOUGHT_END = r"""(?ix)(?: </(?:seed:)?(?:think(?:ing)?|thought|reasoning)> | \[/THINK\] | ◁/think▷ |
-    <channel\|> | <\|message\|> | <\|end_(?:of_)?(?:thinking|thought)\|> )(?:\s*<\|\w+\|>)*"""
+THOUGHT_END = r"""(?ix)(?: </(?:seed:|longcat_)?(?:think(?:ing)?|thought|reasoning)> | \[/THINK\] | ◁/think▷ |
+    <channel\|> | <\|message\|> | <\|end_(?:of_)?(?:thinking|thought)\|> |
+    <\|inner_suffix\|> )(?:\s*<\|\w+\|>)*"""
 # EDGE matches any place except one inside a Latin word.
 EDGE = "(?!(?<=[a-z])[a-z])"
 # An answer begins behind a sign: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says

@@ -50,7 +50,8 @@ from test_rewards import found, in_process
     (r"<think>a \boxed{4}</think><answer>5</answer>", "5"), (r"<think>\boxed{4}</think> Bye", "4"),
     # The thoughts of other models end with other marks.
     *[(rf"{mark}a \boxed{{4}}{end}5", "5") for mark, end in (
-        ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<thought>", "</thought>\n"), ("◁think▷", "◁/think▷"),
+        ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<longcat_think>", "</longcat_think>"),
+        ("<|inner_prefix|>", "<|inner_suffix|>"), ("<thought>", "</thought>\n"), ("◁think▷", "◁/think▷"),
         ("<reasoning>", "</reasoning>\n"), ("<|channel>thought\n", "<channel|>"), ("<thinking>", "</thinking>"),
         ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
         ("<|begin_of_thought|>", "<|end_of_thought|>\n\n<|begin_of_solution|>\n"),

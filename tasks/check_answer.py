@@ -266,9 +266,10 @@ CLEANING = {
     # 90^\circ and 90\circ are 90, but f\circ g is not fg. Behind such a sign C and F are units, cc and ff.
     r"(?:\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])|°)"
     r"(?:\s*([CF])\b|\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\})?": r" \1\1\2\2",
-    r"\\(?:(?:text)?color\s*\{\w+\}|(?:left|right|[bB]ig+[lr]?)\b)": "",
+    # Colours, sizes and rupees go.
+    r"\\(?:(?:text)?color\s*\{\w+\}|(?:left|right|[bB]ig+[lr]?)\b)|^\s*[Rr]s\b\.?(?=\s*\d)": "",
     # \$5 and -$5 are amounts, but $5$ is not; €5 and 5€ are the same.
-    rf"^\s*([-+]?)\s*(?:\\\$|\$(?=[^$]*$)){AMOUNT}": r"\1\2 dollar",
+    rf"^\s*([-+]?)\s*(?:US)?(?:\\\$|\$(?=[^$]*$)){AMOUNT}": r"\1\2 dollar",
     rf"^\s*([-+]?)\s*£{AMOUNT}": r"\1\2 sterling",
     rf"^\s*([-+]?)\s*€{AMOUNT}": r"\1\2 euro",
     r"(?<=\d)\s*€\W*$": " euro",

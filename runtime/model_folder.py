@@ -170,7 +170,8 @@ def end_tokens(model, tokenizer):
     if not isinstance(ids, list):
         ids = [ids]
     vocabulary = range(read_config(model).get_text_config().vocab_size)
-    if not ids or {*ids} - {*vocabulary}:
+    unknown = [token for token in ids if token not in vocabulary]
+    if not ids or unknown:
         raise ValueError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
                          "names no token that ends a completion")
     return ids

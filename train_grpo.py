@@ -93,9 +93,9 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 # the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings, opens the run's folder and copies this file into it. run.resumed is the checkpoint
-# that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the training rows
-# drawn so far, and "clock" is the time at which the run began; chat templates that print a date print this.
+# Run checks the settings and opens the run's folder, which gets a copy of this file. run.resumed is the
+# checkpoint that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the
+# training rows drawn so far; "clock" is when the run began, which chat templates print as the date.
 run = Run(settings, __file__)
 B = prompts_per_step // world_size                              # prompts per rank
 G = num_generations                                             # completions per prompt
@@ -120,7 +120,7 @@ with input_errors():                                            # a ValueError b
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
     reference = None
-    if kl_coef > 0:                                             # with LoRA: the policy without its adapters
+    if kl_coef > 0:                                             # it may be the policy without its adapters
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)

@@ -282,7 +282,7 @@ def read_call(tool_names, number, function):
         if isinstance(function, str):
             function = json.loads(function)
         name = str(function["name"])
-        value = function.get("arguments", function.get("parameters")) or {}
+        value = function.get("arguments") or function.get("parameters") or {}
         if isinstance(value, str):
             value = json.loads(value)
         # Arguments that are nested so deeply that others could not copy or send them are refused.

@@ -206,8 +206,8 @@ def load_optimizers(folder, networks):
         saved = str(Path(folder, place))
         # With adapters the initial model is loaded.
         if not model.adapters and model.hf.name_or_path != saved:
-            raise ValueError(f"resume={folder}: networks[{place!r}] was loaded from {model.hf.name_or_path}, "
-                             f"not from {saved}")
+            raise ValueError(f"resume={folder}: the model {place or 'actor'} was loaded from "
+                             f"{model.hf.name_or_path}, not from {saved}")
         if optimizer:
             load_optimizer(saved, model, optimizer)
 

@@ -253,7 +253,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
         stale = rollouts[s].sampled_by - {version}
         if stale and version is not None:
             raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its "
-                               "own: leave them out of compare_logprobs, and set old_logprobs=engine")
+                               "own: leave them out of compare_logprobs, and take the engine's "
+                               "logprobs as the old ones")
     engine_logps = [torch.from_numpy(rollouts[s].logprobs) for s in logps]
     engine_logp = torch.cat([torch.empty(0), *engine_logps])                # [C] of this rank; C may be 0
     trainer_logp = torch.cat([*logps.values()]).cpu() if logps else engine_logp

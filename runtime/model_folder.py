@@ -201,8 +201,10 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        file = None
         with contextlib.suppress(OSError):                      # there may be no such file
-            cached_file(path, "tokenizer.json")
+            file = cached_file(path, "tokenizer.json")
+        if file:
             # Some classes of transformers 5 cut a text in their own way, whatever this file says. For
             # deepseek-math-7b-rl all spaces would be lost. The model was trained as the file says.
             as_file_says = PreTrainedTokenizerFast.from_pretrained(path)

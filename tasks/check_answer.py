@@ -57,7 +57,7 @@ LEADING = (rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|have)\b)?{ED
            r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?")
 # An answer ends before these words in its line: `18 because`, `18 is the answer`, `18</s>`, `18 ✅`.
 TAIL = (rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
-        rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\||(?<=.)[✅✔✓☑]).*")
+        rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\||(?<=\w)\W*[✅✔✓☑]).*")
 # An answer also ends where its text does in {"answer": "18", "why": "9*2"}, and where its sentence does, but
 # `B.` in `B. Paris` is no sentence.
 STOP = r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])"
@@ -113,7 +113,9 @@ def boxed_answer(text):
         joint, braced, bare = box.groups()
         if not joint or box.start() > end:
             answers = []
-        answers.append((braced or bare).strip(" \t\r\n*`"))
+        answer = (braced or bare).strip(" \t\r\n*`")
+        # Quotation marks go in pairs: f' keeps its mark.
+        answers.append(re.sub(r"(?s)^(['\"“])(.*)['\"”]$", r"\2", answer))
         end = box.end()
     if answers:
         return boxed_answer(answers[-1]) or ", ".join(dict.fromkeys(answers))
@@ -175,6 +177,8 @@ def is_formula(text):
 # spellings: signs and notations that mean the same become one
 
 FUNCTIONS = "sqrt sin cos tan arcsin arccos arctan log ln".split()
+# These are functions only with their backslash, because 5 sec is a time, and a hat may be an answer.
+COMMANDS = "sec csc cot sinh cosh tanh exp vec hat bar".split()
 # A sign has other spellings, which stand behind it. 3/4 may be a fraction, but 3÷4 is none.
 SPELLINGS = {
     "*": r"\times \cdot \ast × · ⋅ ∙",
@@ -247,6 +251,8 @@ def decimal(match):
 AMOUNT = r"\s*([-+]?[\d.,]*\d)\.?\s*$"
 # The text on the right, or what the function returns, replaces what the pattern matches, in this order.
 CLEANING = {
+    # \frac{ 1 }{ 2 } is \frac{1}{2}.
+    r"(?<=\{)\s+|\s+(?=\})": "",
     # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12.
     "[¼-¾⅐-⅞]": r" \g<0>",
     "[²³¹⁰⁴-⁹⁺⁻]+": r"^{\g<0>}",
@@ -266,6 +272,7 @@ CLEANING = {
     # 90^\circ and 90\circ are 90, but f\circ g is not fg. Behind such a sign C and F are units, cc and ff.
     r"(?:\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])|°)"
     r"(?:\s*([CF])\b|\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\})?": r" \1\1\2\2",
+    r"^\s*([-+]?[\d.,]+)\s*([CF])\s*$": r"\1 \2\2",
     # Colours, sizes and rupees go.
     r"\\(?:(?:text)?color\s*\{\w+\}|(?:left|right|[bB]ig+[lr]?)\b)|^\s*[Rr]s\b\.?(?=\s*\d)": "",
     # \$5 and -$5 are amounts, but $5$ is not; €5 and 5€ are the same.
@@ -433,14 +440,14 @@ class Parser:
             return self.group(token)
         if token == r"\frac":
             return self.combined("/", self.formula(ATOM), self.formula(ATOM))
-        if token[1:] in FUNCTIONS:
+        if token[1:] in FUNCTIONS + COMMANDS and token[0] == "\\":
             index = None
             if self.tokens[-1] == "[":
                 index = self.formula(ATOM)
             elif self.tokens[-1] in ("^", "_"):                 # \sin^2 x and \log_2 x
                 index = self.tokens.pop(), self.formula(ATOM)
             argument = self.formula(ATOM)
-            if is_constant(argument):
+            if is_constant(argument) and operator_of(index) not in ("^", "_"):
                 self.steps.add(token)
             return token, index, argument
         if re.match(SYMBOL, token):
@@ -557,7 +564,9 @@ def read(text):
         tree = ":", re.sub(r"(?<![\d.,])0+(?=\d)|,(?=\d{3})", "", joined[0])
         values = {tree}
     elif tree is None:
-        tree = " ".join(re.findall(TOKEN, text)).lower()
+        tree = " ".join(re.findall(TOKEN, text))
+        if not re.search(r"[\\|]", tree):                       # in a formula A is not a
+            tree = tree.lower()
         values.add(tree)
     elif isinstance(tree, Fraction):
         values.add(("%", tree / 100 if "%" in text else tree))

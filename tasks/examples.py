@@ -78,10 +78,13 @@ def examples_of(row, player):
         turn = after[len(before):]
         # The tokens may spell the content in another way, as where the tokenizer normalises.
         written = texts[1][len(texts[0]):]
-        # A template leaves out the fields that it does not name. enable_thinking is no field.
-        template = str(tokenizer.chat_template).replace("enable_thinking", "")
-        fields = [key for key in ("tool_calls", "reasoning_content", "thinking") if key in message]
-        lost = [key for key in fields if key not in template]
+        # A template leaves out what it does not know. A field is lost if the text is the same without it.
+        lost = []
+        for key in ("tool_calls", "reasoning_content", "thinking"):
+            others = {name: part for name, part in message.items() if name != key}
+            filled = str(message.get(key) or "").strip()
+            if filled and render([*messages[:number], others]) == texts[1]:
+                lost.append(key)
         if lost or after != before + turn or message["content"].strip() not in written:
             raise ValueError("the chat template does not say which tokens are the assistant's: after "
                              f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "

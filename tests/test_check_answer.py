@@ -131,6 +131,8 @@ EQUAL = [
     ("1/2x", r"\frac12 x"), ("(x+2)(x-1)", "(x-1)(x+2)"), ("[5]", "5"), (r"\{1,2\}", "1, 2"),
     (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
     # gpt-oss writes the minus sign as U+2011.
+    (r"\frac{ 1 }{ 2 }", "1/2"), (r"\tan x\sec x", r"\sec x\tan x"), (r"\vec b+\vec a", r"\vec{a}+\vec{b}"),
+    (r"\hat y", r"\hat{y}"), ("12 sec", "12 s"), ("37 C", "37°C"), ("37C", "37"),
     ("\u20115", "-5"), ("5 °C", "5"), (r"5^\circ\text{C}", "5°C"), (r"5^{\circ}F", "5"), ("5 mL", "5 ml"), ("5 kWh", "5"),
     ("5 Hz", "5"), (r"\textcolor{red}{5}", "5"), (r"\color{blue}{\frac12}", "0.5"), (r"\bm{5}", "5"), (r"{\bf 5}", "5"),
     (r"\nicefrac{1}{2}", "0.5"), (r"\sin^2 x", r"\sin^{2}(x)"), (r"x\log_2 3", r"\log_{2}(3) x"), (r"|x-1|", r"\lvert x - 1 \rvert"),
@@ -194,6 +196,9 @@ UNEQUAL = [
     (r"A \subset B", r"B \subset A"), (r"p \to q", r"q \to p"), (r"n \bmod m", r"m \bmod n"), (r"\binom{n}{2}", r"\binom{2}{n}"),
     (r"\vec{a} b", r"\vec{b} a"), ("|x| y", "|y| x"), (r"\neg p q", r"p \neg q"), (r"\lfloor x\rfloor y", r"\lfloor y\rfloor x"),
     (r"\sin^2 2x", r"2\sin^2 x"), (r"\log_2 3x", r"3\log_2 x"), (r"\sec 2x", r"2\sec x"),
+    # In a formula A is not a.
+    ("P(a|b)", "P(A|B)"), ("|A|", "|a|"), (r"\vec{A}", r"\vec{a}"), (r"\binom{N}{k}", r"\binom{n}{k}"),
+    (r"n \bmod M", r"n \bmod m"), ("37 C", "37 °F"),
 ]
 
 

@@ -115,6 +115,8 @@ class Rows:
         return len(self.packed)
 
     def __getitem__(self, place):
+        if isinstance(place, slice):
+            return Rows(self.packed[place], self.columns)
         name, row = pickle.loads(self.packed[place])
         return name, self.columns | row
 
@@ -492,6 +494,7 @@ class Prompts:
         Of the rows whose messages have the same roles, and calls in the same places, the first is tried.
         """
         s = self.s
+        template = str(self.tokenizer.chat_template)
         tried = set()
         for name, row in self.rows:
             prompt = row["prompt"]
@@ -506,8 +509,12 @@ class Prompts:
                                  "the last one not the assistant's")
             text = as_text(self.tokenizer, name, prompt, s.chat, s.system_prompt, self.tools)
             for message in [{"role": "system", "content": s.system_prompt}, *messages]:
-                # A template may shorten an earlier answer and rewrite what a tool has returned.
-                if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+                left_out = message["content"].strip() not in text
+                # A template may shorten an earlier answer and rewrite what a tool has returned, but it has to
+                # write the calls.
+                if message["role"] in ("assistant", "tool"):
+                    left_out = "tool_calls" in message and "tool_calls" not in template
+                if left_out:
                     raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
 
 

@@ -55,7 +55,9 @@ with input_errors():
     tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = distributed.from_master(end_tokens(base, tokenizer))        # a hub may fail a rank
     player = Player(settings, tokenizer, eos_ids)
-    prompts = data.encode_rows(tokenizer, rows, chat, system_prompt, player.tools)
+    held_out = data.Prompts(tokenizer, rows, settings, player.tools)
+    held_out.check()                                            # as in training
+    prompts = held_out.encoded(range(len(rows)))
     longest = max(max_prompt_length, *(len(row.ids) for row in prompts)) + max_completion_length
     compute_dtype = distributed.compute_dtype(dtype)
     settings.reward_model = ""                                  # a setting of a training run

@@ -943,6 +943,12 @@ def test_a_template_that_leaves_out_a_message_is_refused(tokenizer, tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": [
         *messages[0], {"role": "assistant", "content": ""}, {"role": "tool", "content": "2"}]})
     data.load_prompts(deaf, SimpleNamespace(**settings | {"train_file": path, "eval_file": path}))
+    # But what was called must be there.
+    path = write(tmp_path / "rows.jsonl", {"prompt": [
+        *messages[0], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "2"}]})
+    with pytest.raises(ValueError, match="the chat template leaves out .*'add'"):
+        data.load_prompts(deaf, SimpleNamespace(**settings | {"train_file": path, "eval_file": path}))
     deaf.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
     with pytest.raises(ValueError, match="the chat template leaves out .*'user'"):
         data.load_prompts(deaf, SimpleNamespace(**SETTINGS))

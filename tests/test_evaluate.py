@@ -90,6 +90,12 @@ def test_a_broken_reward_is_refused_before_anything_is_sampled(folder, tmp_path)
     forked(tmp_path / "log", "evaluate_model.py", *arguments, "--prompt=2+2=", "--samples=1")
 
 
+def test_a_template_that_leaves_out_the_system_prompt_is_refused(folder, tmp_path):
+    (tmp_path / "deaf.jinja").write_text("{% for m in messages if m.role != 'system' %}<|user|>{{ m.content }}{% endfor %}")
+    refused([f"--model={folder}", "--engine=hf", "--system_prompt=Add.", f"--chat_template={tmp_path}/deaf.jinja"],
+            "the chat template leaves out {'role': 'system'", tmp_path, script="evaluate_model.py")
+
+
 def test_a_prompt_of_one_s_own_runs_with_the_default_length(folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())

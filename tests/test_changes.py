@@ -174,7 +174,7 @@ def test_a_setting_that_is_state_is_said_to_be_ignored(folder, reward_file, tmp_
 def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, tmp_path):
     """The first step of Adam moves the weights by the rate of their group. What is frozen stays."""
     frozen = "    policy.hf.model.norm.weight.requires_grad_(False)\n"
-    script = changed(tmp_path, ("    reference = None ", f"{frozen}    reference = None "),
+    script = changed(tmp_path, ("    reference = None\n", f"{frozen}    reference = None\n"),
                      diff=diff_with("add_param_group"))
     arguments = small(folder, reward_file, "--max_steps=3", "--warmup_steps=2", "--keep_checkpoints=9",
                       "--weight_decay=0.5")

@@ -192,7 +192,9 @@ CASES = {
     "a thought is dropped": (THOUGHTFUL, DROPS.replace("loop.last or ", ""),
                              "rows.jsonl:2: the chat template does not say which tokens are the assistant's"),
     # Others write neither a call nor a thought that is a field of its own, or know it by another name.
-    "a call is left out": (CALLS, PLAIN, "rows.jsonl:2: the chat template does not say .* it should write .*'add'"),
+    "a call is left out": (CALLS, PLAIN, "rows.jsonl:2: the chat template leaves out .*'add'"),
+    "a last call is left out": ({"messages": CALLS["messages"][:2]}, PLAIN,
+                                "rows.jsonl:2: the chat template does not say .* it should write .*'add'"),
     "a thought is left out": (THINKS, PLAIN, "rows.jsonl:2: the chat template does not say .* it should write .*'why'"),
     "a thought by another name": (THINKS, PLAIN + "{% if enable_thinking %}{{ messages[0].reasoning_content }}{% endif %}",
                                   "rows.jsonl:2: the chat template does not say"),

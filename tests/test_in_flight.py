@@ -293,6 +293,7 @@ def test_groups_go_on_in_the_next_step(vllm, model_of):
     assert [len(r.logprobs) for r in later[:2]] == [5] * 2 and [*sample.open] == ["e"]
     # Which of the others end by themselves depends on what this version of vLLM samples.
     assert all((len(r.logprobs) == 40) == (r.finish_reason == "length") for r in later[2:])
+    assert max(len(r.logprobs) for r in later) == 40
     assert all(isinstance(r.completion, str) for r in later) == isinstance(long[0].row["prompt"], str)
     for r in first + held_out + later:
         assert gap(r, model_of) < 1e-4

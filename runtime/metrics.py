@@ -500,7 +500,8 @@ def append(path, lines):
             text = json.dumps(line, default=str)
             file.write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
         file.flush()
-        os.fsync(file.fileno())
+        if os.path.isfile(path):                                # /dev/null, for example, is on no disk
+            os.fsync(file.fileno())
 
 
 def rewind(path, step):

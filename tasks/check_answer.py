@@ -177,8 +177,9 @@ def is_formula(text):
 # spellings: signs and notations that mean the same become one
 
 FUNCTIONS = "sqrt sin cos tan arcsin arccos arctan log ln".split()
-# These are functions only with their backslash, because 5 sec is a time, and a hat may be an answer.
-COMMANDS = "sec csc cot sinh cosh tanh exp vec hat bar".split()
+# Others are functions only with their backslash, because 5 sec is a time, and a hat may be an answer.
+COMMANDS = r"\sec \csc \cot \sinh \cosh \tanh \exp \vec \hat \bar".split()
+COMMANDS += [rf"\{name}" for name in FUNCTIONS]
 # A sign has other spellings, which stand behind it. 3/4 may be a fraction, but 3÷4 is none.
 SPELLINGS = {
     "*": r"\times \cdot \ast × · ⋅ ∙",
@@ -440,7 +441,7 @@ class Parser:
             return self.group(token)
         if token == r"\frac":
             return self.combined("/", self.formula(ATOM), self.formula(ATOM))
-        if token[1:] in FUNCTIONS + COMMANDS and token[0] == "\\":
+        if token in COMMANDS:
             index = None
             if self.tokens[-1] == "[":
                 index = self.formula(ATOM)

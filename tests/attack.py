@@ -589,7 +589,8 @@ ENVIRONMENT_FILES = {  # what is in g.py
                             FOLDER],
     r"g\.py:Game: Game\(\) raised": [
         "class Game:\n    def __init__(self, size): pass", "class Game:\n    def __init__(self): 1/0"],
-    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
+    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass"],
+    r"g\.py has no Class Game at its top level": ["Game = dict"],
     "a tool needs": [TOOL.replace(": str", ""), TOOL.replace("at: a place", ""),
                      "class Game:\n    def reset(self): pass\n    def look(self, at: str): pass"],
     "Game, .*: reset needs a column colour": [GAME.replace("**row", "colour")],

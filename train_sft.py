@@ -71,10 +71,11 @@ with input_errors():                                            # a ValueError b
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
     turn = train_rows[0][-1]
+    # The run ends here if it is resumed with other prompts. The text is for the console.
     run.check_data(folders, train_set, eval_set, (
         f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} "
         f"tokens. In the first one, {tokenizer.decode(turn.ids)[-500:]!r}, it learns "
-        f"{tokenizer.decode(turn.sampled_ids)[:500]!r}."))      # a resumed run must have the same prompts
+        f"{tokenizer.decode(turn.sampled_ids)[:500]!r}."))
     rollout_engine = rollout.Engine()                           # this one samples nothing
     if reward != "none":                                        # with a reward, held-out prompts are sampled
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them

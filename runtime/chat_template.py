@@ -247,7 +247,9 @@ def text_in(content):
 
     A dict with which an MCP server answers has its blocks in "content".
     """
-    blocks = content.get("content") if isinstance(content, dict) else content
+    blocks = content
+    if isinstance(content, dict):
+        blocks = content.get("content")
     text = text_of_blocks(blocks)
     return str(content) if text is None else text
 

@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
+from configurator import InputError
 from packing import Segments
 
 # By default PyTorch 2.11's kernel takes fewer heads of keys and values than of queries. Later versions need
@@ -45,12 +46,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
     explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
     other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
-    Raises ValueError for any tensor that it does not know.
+    Raises InputError for any tensor that it does not know.
     """
     others["attention_mask"] = attention_mask
     for name, argument in others.items():
         if isinstance(argument, torch.Tensor):          # the model's own; transformers makes no mask (below)
-            raise ValueError(f"its attention depends on {name}, which is not supported")
+            raise InputError(f"its attention depends on {name}, which is not supported")
     if segments is None:
         length = query.shape[2]
         segments = Segments([length], [np.arange(length)])

@@ -58,14 +58,20 @@ def check(ok, message):
         fail(message)
 
 
+class InputError(ValueError):
+    """Says what is wrong with a setting, a file or anything else that the user of a script has brought."""
+
+
 @contextlib.contextmanager
 def input_errors():
-    """Stop the script with the message of a ValueError or OSError, and without a traceback, because its user
-    can correct it."""
+    """Stop the script with the message of an InputError and without a traceback.
+
+    Any other error is a mistake in the code, and its traceback says where.
+    """
     try:
         yield
-    except (ValueError, OSError) as error:
-        fail(str(error) or repr(error))
+    except InputError as error:
+        fail(str(error))
 
 
 def printable(text):

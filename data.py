@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from configurator import InputError
 from runtime.chat_template import text_of_blocks
 from runtime.user_code import specs
 from tasks.generate_problems import generated_rows, held_out
@@ -50,7 +51,7 @@ def named_rows(s, split):
     problems of the difficulty that stands behind the task's name, as in algebra:2; with 0 these are 4,096 for
     "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give this number of
     their rows (see spread), or with 0 all of them. Without an eval_file, task file sets one in eight prompts
-    of train_file aside: the rows with these prompts are "eval", the others "train". Raises ValueError if
+    of train_file aside: the rows with these prompts are "eval", the others "train". Raises InputError if
     there are no such rows, or too few distinct problems.
     """
     count = s.eval_prompts
@@ -69,7 +70,7 @@ def named_rows(s, split):
         return gym_rows(variant, split, count, seed)
     difficulty = variant or "1"
     if difficulty not in map(str, range(1, 101)):
-        raise ValueError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
+        raise InputError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
     return generated_rows(task, split, count, seed, int(difficulty))
 
 
@@ -144,7 +145,7 @@ def split_rows(s, split):
     if s.eval_file:
         return rows
     if not rows.split_places[split]:
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
+        raise InputError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
                          f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows, "
                          "which may be those of the same file")
     return rows.take(rows.split_places[split])
@@ -170,11 +171,11 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
             packed.append(pickle.dumps((name, row)))
             columns |= dict.fromkeys(row)
     if not packed:
-        raise ValueError(f"{paths}: no rows")
+        raise InputError(f"{paths}: no rows")
     rows = Rows(packed, columns, split_places)
     if unanswered and (answer_column or len(unanswered) < len(rows)):
         name, row = rows[unanswered[0]]
-        raise ValueError(f"{name}: no answer in {' or '.join(answer_columns)}; the columns are "
+        raise InputError(f"{name}: no answer in {' or '.join(answer_columns)}; the columns are "
                          f"{', '.join(row)}: --answer_column=...")
     return rows
 
@@ -185,7 +186,7 @@ def naming(name):
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{name}: {error if isinstance(error, ValueError) else repr(error)}") from error
+        raise InputError(f"{name}: {error if isinstance(error, ValueError) else repr(error)}") from error
 
 
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
@@ -195,10 +196,10 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
     if isinstance(row, bytes):
         row = json.loads(row)
     if not isinstance(row, dict):
-        raise ValueError("not an object")
+        raise InputError("not an object")
     for column in UNREAD_COLUMNS:
         if row.get(column):
-            raise ValueError(f"{column} holds something, but a run reads text alone, and tools and "
+            raise InputError(f"{column} holds something, but a run reads text alone, and tools and "
                              "chat_template_kwargs are settings: leave out the row, or the column if the "
                              "text does without it; a column of another name goes to the reward as it is")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
@@ -215,7 +216,7 @@ def prompt_of(row, prompt_column, chat, optional):
     if prompt is None:
         if optional:
             return [{"role": "user", "content": ""}]
-        raise ValueError(f"no column {column}; the columns are {', '.join(row) or 'none'}: "
+        raise InputError(f"no column {column}; the columns are {', '.join(row) or 'none'}: "
                          "--prompt_column=...")
     if isinstance(prompt, str) and prompt_column and chat:
         prompt = [{"role": "user", "content": prompt}]
@@ -226,11 +227,11 @@ def prompt_of(row, prompt_column, chat, optional):
         if row.get("system") and prompt and prompt[0]["role"] != "system":
             prompt.insert(0, as_message({"role": "system", "content": row["system"]}))
     elif not isinstance(prompt, str):
-        raise ValueError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
+        raise InputError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
     text = whole_text(prompt)
     text.encode()                                               # raises for half a surrogate pair
     if not text.strip():
-        raise ValueError("empty prompt")
+        raise InputError("empty prompt")
     return prompt
 
 
@@ -259,13 +260,13 @@ def as_message(message):
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
+            raise InputError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
         function["arguments"] = arguments
     if isinstance(fields.get("content"), list):
         fields["content"] = text_of_blocks(fields["content"])
     fields["role"] = ROLE_OF.get(role, role)
     if fields["role"] not in MESSAGE_ROLES or not isinstance(fields.get("content"), str):
-        raise ValueError(f"a message needs a role, one of {', '.join(MESSAGE_ROLES)}, and a content, a "
+        raise InputError(f"a message needs a role, one of {', '.join(MESSAGE_ROLES)}, and a content, a "
                          f"string or a list of text blocks: {message!s:.100}")
     return fields
 
@@ -273,7 +274,7 @@ def as_message(message):
 def date_as_text(value):
     # Messages of a parquet file may hold dates, which JSON does not have. Bytes would not be what they say.
     if isinstance(value, bytes):
-        raise ValueError(f"a message cannot hold bytes: {value!r:.100}")
+        raise InputError(f"a message cannot hold bytes: {value!r:.100}")
     return str(value)
 
 
@@ -297,7 +298,7 @@ def answer_of(row, columns):
             return truth
         # What verl's form holds may be anything that a reward understands; then it is no answer.
         if truth is not None and column != "reward_model.ground_truth":
-            raise ValueError(f"{column} must be text or a finite number, not {truth!r:.100}; "
+            raise InputError(f"{column} must be text or a finite number, not {truth!r:.100}; "
                              "a list may hold several; a column of another name goes to the reward as it is")
 
 
@@ -320,7 +321,7 @@ def files_of(setting):
             source = None
             path = part
         if source and source in sources:
-            raise ValueError(f"{setting}: the source {source} is named twice; a folder or a pattern names "
+            raise InputError(f"{setting}: the source {source} is named twice; a folder or a pattern names "
                              "several files at once")
         sources.add(source)
         path = os.path.expanduser(path)
@@ -339,7 +340,7 @@ def read_rows(name):
     if name.startswith("hf://datasets/"):
         path = hub_file(name)
     if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
-        raise ValueError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
+        raise InputError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
                          "such files, which commas separate; SOURCE=PATH names the source of its rows")
     with naming(name), open(path, "rb") as file:
         if path.endswith(".parquet"):
@@ -368,7 +369,7 @@ def hub_file(name):
             if file:
                 return hf_hub_download(dataset, file, repo_type="dataset")
         files = ", ".join(HfApi().list_repo_files(dataset, repo_type="dataset"))
-        raise ValueError(f"no such file; there are {files:.2000}")
+        raise InputError(f"no such file; there are {files:.2000}")
 
 
 def parquet_rows(file):
@@ -400,7 +401,7 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
-    schemas for the template. Raises ValueError for messages without a template or with one that fails, and
+    schemas for the template. Raises InputError for messages without a template or with one that fails, and
     for a string with a system prompt.
     """
     texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in rows]
@@ -413,7 +414,7 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
     prompts = []
     for (name, row), ids in zip(rows, encoded):
         if not ids or max(ids) >= embedded:
-            raise ValueError(f"{name}: its prompt has no tokens, or a token that the model does not have")
+            raise InputError(f"{name}: its prompt has no tokens, or a token that the model does not have")
         if not chat or isinstance(row["prompt"], str):
             start = start_of(tokenizer)
             if ids[:len(start)] != start:
@@ -433,7 +434,7 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     # Returns the text of a prompt, before it is encoded.
     if isinstance(prompt, str):
         if system_prompt:
-            raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
+            raise InputError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
         return prompt
     if system_prompt:
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
@@ -444,7 +445,7 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
         return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
     except Exception as error:      # of all kinds, about the order of roles, for example
-        raise ValueError(f"{name}: the chat template, which --chat=false does without, fails for "
+        raise InputError(f"{name}: the chat template, which --chat=false does without, fails for "
                          f"{prompt!r:.300}: {error!r}") from error
 
 
@@ -489,7 +490,7 @@ class Prompts:
         return drawn, position
 
     def check(self):
-        """Raise ValueError now, and not after hours, for a row that an environment or the template refuses.
+        """Raise InputError now, and not after hours, for a row that an environment or the template refuses.
 
         Of the rows whose messages have the same roles, and calls in the same places, the first is tried.
         """
@@ -505,7 +506,7 @@ class Prompts:
             tried.add(kind)
             # What replies to the model would have no place in other prompts.
             if (s.environment or s.tools) and (not messages or messages[-1]["role"] == "assistant"):
-                raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, "
+                raise InputError(f"{name}: an environment and tools need prompts that are lists of messages, "
                                  "the last one not the assistant's")
             text = as_text(self.tokenizer, name, prompt, s.chat, s.system_prompt, self.tools)
             for message in [{"role": "system", "content": s.system_prompt}, *messages]:
@@ -515,14 +516,14 @@ class Prompts:
                 if message["role"] in ("assistant", "tool"):
                     left_out = "tool_calls" in message and "tool_calls" not in template
                 if left_out:
-                    raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
+                    raise InputError(f"{name}: the chat template leaves out {message!r:.200}")
 
 
 def load_prompts(tokenizer, settings, tools=None):
     """Return a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
 
     settings: what configure returns. tools: as in encode_rows. The sentence is followed by the first prompt
-    as the model reads it, with its answer. Raises ValueError where load_split does.
+    as the model reads it, with its answer. Raises InputError where load_split does.
     """
     train_set, fitting, train_note = load_split(tokenizer, settings, "train", tools)
     _, eval_set, eval_note = load_split(tokenizer, settings, "eval", tools)
@@ -566,7 +567,7 @@ def load_split(tokenizer, settings, split, tools=None, **changed):
     fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
-        raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of {len(encoded)} {split} prompts "
+        raise InputError(f"max_prompt_length={s.max_prompt_length}: none of {len(encoded)} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
     long = len(encoded) - len(fitting)
     return prompts, fitting, (

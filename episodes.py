@@ -32,6 +32,7 @@ from threading import Semaphore
 import numpy as np
 from transformers.utils import get_json_schema
 
+from configurator import InputError
 from conversation import Conversation
 from runtime.chat_template import Template, result_of
 from runtime.user_code import (STARTED_IN, Failed, ThreadPerCall, TimeUp, accepted, as_float, closing,
@@ -142,7 +143,7 @@ class Episode:
         if observation is None:
             return
         if not isinstance(observation, str):
-            raise ValueError(f"reset returned {shown(observation)}, neither a string nor None")
+            raise InputError(f"reset returned {shown(observation)}, neither a string nor None")
         prompt = self.row["prompt"]
         # The text of an environment may spell special tokens. `defused` keeps them from acting in the prompt.
         messages = add_text(player.messages(prompt), player.template.defused(observation))
@@ -218,12 +219,12 @@ class Episode:
         return value
 
     def _fail(self, error):
-        """End the episode after an error. Raises ValueError if the environment did what it must not."""
+        """End the episode after an error. Raises InputError if the environment did what it must not."""
         turn = len(self.conversation.spans)
         when = f"in turn {turn}" if turn else "before its first turn"
         problem = f"{self.player.key}, {when}: {error}; the row is {self.row!r:.300}"
         if isinstance(error, ValueError):
-            raise ValueError(problem) from error
+            raise InputError(problem) from error
         late = isinstance(error, TimeUp)
         self.counts["problem"] = problem
         self.finish_reason = "timeout" if late and turn else "error"
@@ -256,7 +257,7 @@ def add_text(messages, text):
 def read_step(returned):
     """Return (observation, reward, finish_reason) for what an environment's step returned.
 
-    finish_reason is "" if the episode goes on. Raises ValueError for values that step must not return.
+    finish_reason is "" if the episode goes on. Raises InputError for values that step must not return.
     """
     if isinstance(returned, tuple) and len(returned) in (3, 4, 5):
         # The fourth of Gymnasium's five values says whether the episode was truncated. The fourth of the
@@ -272,7 +273,7 @@ def read_step(returned):
                 finish_reason = "turns"             # as if it had had max_turns
             if finish_reason or isinstance(observation, str):
                 return observation, as_float(reward), finish_reason
-    raise ValueError(f"step returned {shown(returned)}, not (observation, reward, done), a string, a number, "
+    raise InputError(f"step returned {shown(returned)}, not (observation, reward, done), a string, a number, "
                      "and True or False, nor Gymnasium's five values or gym's four")
 
 
@@ -300,7 +301,7 @@ class Player:
     opened          {id: instance} of all instances that are not closed
     idle            the opened instances that play no episode now
 
-    Raises ValueError if the settings name something that cannot be used.
+    Raises InputError if the settings name something that cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
@@ -333,7 +334,7 @@ class Player:
             self._make_first()
         if self.make:
             if not settings.chat or tokenizer.chat_template is None:
-                raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
+                raise InputError(f"{self.key} needs chat=True and a tokenizer with a chat template")
             self.template = Template(tokenizer, eos_ids, self.tools)
 
     def _make_first(self):
@@ -348,7 +349,7 @@ class Player:
         instance, error, _ = outcome(self.make, s.call_timeout)
         os.chdir(STARTED_IN)                        # the class may have left this folder; data.py needs it
         if error:
-            raise ValueError(f"{self.key}: {self.name}() {error}")
+            raise InputError(f"{self.key}: {self.name}() {error}")
         self.opened[id(instance)] = instance
         self.idle.append(instance)
         for name, static in inspect.getmembers_static(instance):
@@ -358,7 +359,7 @@ class Player:
                 if inspect.ismethod(method):
                     self.methods[name] = method
         if s.environment and "reset" not in self.methods:
-            raise ValueError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
+            raise InputError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
         closers = [name for name in ("close", "release")
                    if name in self.methods and not inspect.signature(self.methods[name]).parameters]
         if closers:
@@ -368,7 +369,7 @@ class Player:
         if "step" not in self.methods:
             self._find_tools(functions, {"reset", "get_reward", *closers})
         elif functions:
-            raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls")
+            raise InputError(f"tools={s.tools}: {self.key} has a method step, which reads no calls")
 
     def _find_tools(self, functions, no_tools):
         """Set tools: the functions, and as in TRL all bound methods whose names are not among no_tools."""
@@ -378,12 +379,12 @@ class Player:
         tool_names = [name_of(tool) for tool in tools]
         self.tool_functions = dict(zip(tool_names, functions + names))
         if len(self.tool_functions) < len(tools):
-            raise ValueError(f"{self.key}: two tools have the same name: {', '.join(tool_names)}")
+            raise InputError(f"{self.key}: two tools have the same name: {', '.join(tool_names)}")
         try:
             # Templates such as Llama's speak of tools if the list is there, even if it is empty.
             self.tools = [get_json_schema(tool) for tool in tools] or None
         except Exception as error:                  # its text names the tool
-            raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
+            raise InputError(f"{self.key}: a tool needs type hints and a docstring that explains its "
                              f"arguments: {shown(error)}") from error
 
     def discard(self, instance):
@@ -402,7 +403,7 @@ class Player:
     def messages(self, prompt):
         """Return the messages before the first turn, for a prompt of the data set."""
         if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
-            raise ValueError(f"{self.key} needs prompts that are lists of messages, the last one not the "
+            raise InputError(f"{self.key} needs prompts that are lists of messages, the last one not the "
                              f"assistant's, unlike {prompt!r:.200}")
         if self.settings.system_prompt:
             return [{"role": "system", "content": self.settings.system_prompt}, *prompt]
@@ -426,7 +427,7 @@ class Player:
     def trial_episodes(self, prompts):
         """Play two episodes of one made-up turn, so that what is broken shows before any training.
 
-        prompts: one or two data.Prompts. Returns the two Rollouts. Raises ValueError if the environment or
+        prompts: one or two data.Prompts. Returns the two Rollouts. Raises InputError if the environment or
         the chat template cannot be used.
         """
         if self.make and not self.settings.agent:   # an agent writes messages of its own
@@ -442,7 +443,7 @@ class Player:
             problem = r.counts.get("problem")
             # There is no room for a second turn. An agent that has asked once may fail because of that.
             if problem and not r.counts.get("requests"):
-                raise ValueError(problem)
+                raise InputError(problem)
         return rollouts
 
     def play(self, engine, jobs):
@@ -456,7 +457,7 @@ class Player:
             timeout   a call of the environment took longer than call_timeout
             error     the environment raised an error, or the episode could not begin; it gets no score
 
-        Raises ValueError if an environment returns what it must not.
+        Raises InputError if an environment returns what it must not.
         """
         return engine.serve(jobs, OpenEpisodes(self, engine).play)
 

@@ -14,6 +14,7 @@ in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 """
 import torch.distributed as dist
 
+from configurator import InputError
 from episodes import OpenEpisodes
 from rollout import Sampler, jobs_for
 from runtime import distributed
@@ -30,7 +31,7 @@ class InFlightSampler(Sampler):
 
     def __init__(self, player, engine):
         if player.settings.vllm_tensor_parallel_size > 1:
-            raise ValueError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
+            raise InputError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
         super().__init__(player, engine)
         self.episodes = OpenEpisodes(player, engine)
         self.open = {}
@@ -52,10 +53,10 @@ class InFlightSampler(Sampler):
 
         The groups that were complete first are returned. If the same step completed several of them, the one
         that was begun first comes first. The Rollouts of a group are adjacent. Does not return if a
-        signal has come. Raises ValueError if fewer groups are open.
+        signal has come. Raises InputError if fewer groups are open.
         """
         if count > len(self.open):
-            raise ValueError(f"until({count}): only {len(self.open)} groups are open")
+            raise InputError(f"until({count}): only {len(self.open)} groups are open")
         while len(self.complete) < count:
             self.rollouts |= self.episodes.step()
             self.engine.stop_if_signalled()

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from configurator import InputError
 from runtime.model_folder import reading
 from runtime.logprobs import product
 
@@ -156,7 +157,7 @@ def adapt(policy, layers, rank, seed, folder=None):
 
     The policy is loaded but not under FSDP2 yet. folder: that of an adapter whose training goes on, or None.
     A new adapter has a B of 0, and its A is drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the
-    layer's name, so that all ranks draw the same. Raises ValueError if there is no such layer.
+    layer's name, so that all ranks draw the same. Raises InputError if there is no such layer.
     """
     policy.requires_grad_(False)
     saved = read_tensors(folder) if folder else {}
@@ -173,7 +174,7 @@ def adapt(policy, layers, rank, seed, folder=None):
             adapted[name] = Adapted(part, *pair)
             policy.hf.set_submodule(name, adapted[name])
     if not adapted:
-        raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
+        raise InputError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
     policy.adapters = Adapters(policy, adapted, rank)
     if dist.get_rank() == 0:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
@@ -201,7 +202,7 @@ def spread_masters(parameters):
 # ---------------------------------------------------------------- folders
 
 def read_tensors(folder):
-    """Return {name of a layer: [A, B]} of an adapter's folder. Raises ValueError if it cannot be read."""
+    """Return {name of a layer: [A, B]} of an adapter's folder. Raises InputError if it cannot be read."""
     pairs = {}
     with reading(f"{folder}/{WEIGHTS}"):
         tensors = load_file(os.path.join(folder, WEIGHTS))

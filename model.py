@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
+from configurator import InputError
 from attention import Pick, cut_over, join, packed_attention
 from packing import deal, micro_batch, pack
 from runtime import distributed
@@ -265,7 +266,7 @@ def open_folders(settings, longest, resumed=None, clock=None):
         eos_ids      the tokens that end a completion
         suits        the settings that suit the policy, by its config: {name: value}
         note         see end_note; empty if prompts are no messages
-    Raises ValueError for a model that cannot be trained, or that does not read the policy's tokens.
+    Raises InputError for a model that cannot be trained, or that does not read the policy's tokens.
     """
     policy = check_trainable(settings.model, length=longest)
     tokenizer = load_tokenizer(policy, settings=settings, clock=clock)
@@ -503,7 +504,7 @@ def check_same(label, network, P):
     """Compare a network with transformers; return whether one of its rows may hold several sequences.
 
     network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
-    are computed in one packed row and, if that differs, each in a row of its own. Raises ValueError if that
+    are computed in one packed row and, if that differs, each in a row of its own. Raises InputError if that
     differs as well, if the network does not run, or if P ranks cannot share its rows.
     """
     config = network.hf.config.get_text_config()
@@ -517,19 +518,19 @@ def check_same(label, network, P):
             if gap < CLOSE:                                             # False if it is NaN
                 break
     except Exception as error:
-        raise ValueError(f"{label}: this kind of model does not run here: {type(error).__name__}: "
+        raise InputError(f"{label}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
     if not gap < CLOSE:
-        raise ValueError(f"{label}: computed here it differs from what transformers computes by {gap:.2g} "
+        raise InputError(f"{label}: computed here it differs from what transformers computes by {gap:.2g} "
                          "of the largest value, so another model would be trained")
     if not packed and P > 1:
-        raise ValueError(f"{label}: sequence_parallel_size={P} cannot be used: layers other than attention "
+        raise InputError(f"{label}: sequence_parallel_size={P} cannot be used: layers other than attention "
                          "read earlier tokens, and on each rank they would see only its part of a row")
     for layer in getattr(config, "per_layer_config", [config]):         # layers may differ, as in Gemma 4
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(layer, key, None) or P
             if heads % P:
-                raise ValueError(f"{label}: sequence_parallel_size={P} does not divide {key}={heads}")
+                raise InputError(f"{label}: sequence_parallel_size={P} does not divide {key}={heads}")
     if not packed:
         print(f"{label}: in a packed row its sequences would see each other, so each sequence gets a row of "
               "its own, padded to the longest, which takes longer", file=sys.stderr)

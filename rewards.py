@@ -20,6 +20,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from configurator import InputError
 from tasks.check_answer import check_answer, extract_answer
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
                                logging_into, name_of, outcome, shown, source_of, specs)
@@ -104,7 +105,7 @@ def load_reward(spec, task):
 
     spec: "file.py:function", "file.py" for its compute_score, "package.module:function", or "math_verify". A
     function has verl's form if it takes `solution_str`, or for a batch `solution_strs`, and none of prompts,
-    completions and completion_ids. Raises ValueError if there is no such function, if its file raises, or if
+    completions and completion_ids. Raises InputError if there is no such function, if its file raises, or if
     the package of math_verify is missing.
     """
     if not spec:
@@ -216,7 +217,7 @@ def call_reward(reward, columns, timeout, end, workers):
     if hasattr(returned, "tolist"):                             # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
-        raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
+        raise InputError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
                          "values, one for each completion")
     return [result_of(reward.name, value, content(completion), log)
             for value, completion, log in zip(returned, completions, logged)]
@@ -239,7 +240,7 @@ def result_of(name, returned, text, logged):
         if isinstance(returned, (list, tuple)):
             for character, value in returned:
                 if character not in range(len(text)):
-                    raise ValueError(f"the completion has no character {character}")
+                    raise InputError(f"the completion has no character {character}")
                 steps.append((int(character), as_float(value)))
             parts = {name: sum(value for _, value in steps)}
         elif returned is None:
@@ -254,7 +255,7 @@ def result_of(name, returned, text, logged):
                 numbers[str(key)] = math.nan if value is None else as_float(value)
         return Result(numbers, steps, logged)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict "
             f"of these, nor pairs (character, score) with characters from 0 to {len(text) - 1}; the "
             f"completion is {text[:500]!r}") from error
@@ -275,7 +276,7 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
 
     process: the UserProcess in which a call has `timeout` seconds; 0 sets no limit. If a call for several
     completions fails, these and all later ones are scored by calls of their own. No call begins after the
-    time `end` of time.monotonic. workers: as in call_reward. Raises ValueError where call_reward and
+    time `end` of time.monotonic. workers: as in call_reward. Raises InputError where call_reward and
     apply_reward_errors do.
     """
     call = partial(call_reward, reward, timeout=timeout, end=end, workers=workers)
@@ -315,7 +316,7 @@ def apply_reward_errors(reward, completions, results, reward_errors):
         if isinstance(result, Result):
             names |= result.parts
         elif isinstance(result, Failed) and reward_errors == "stop":
-            raise ValueError(f"reward {reward.name} {result}; the completion is "
+            raise InputError(f"reward {reward.name} {result}; the completion is "
                              f"{content(completion)[:500]!r}") from result
     value = 0.0 if reward_errors == "zero" else math.nan
     parts = dict.fromkeys(names or [reward.name], value)
@@ -368,7 +369,7 @@ class Scorer:
     a final answer).
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
-    player: the episodes.Player that plays what is scored. Raises ValueError if a reward or the reward model
+    player: the episodes.Player that plays what is scored. Raises InputError if a reward or the reward model
     cannot be loaded.
     """
 
@@ -410,7 +411,7 @@ class Scorer:
         # Such a run only compares numbers, and runs no code of the user's that might hang or raise.
         self.only_accuracy = self.rewards == only_reward and not (self.model or self.weights or player.make)
         if not (self.rewards or self.episode_rewards or self.model or self.environment):
-            raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
+            raise InputError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def _load(self, spec):
         # Returns a Reward and the UserProcess that calls it, or None if it is called in this process.
@@ -433,14 +434,14 @@ class Scorer:
     def check_rewards(self, prompts):
         """Score what Player.trial_episodes plays, so that what is broken shows before training.
 
-        prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
+        prompts: one or two data.Prompts. Raises InputError if the environment, the chat template, a reward or
         the reward model cannot be used.
         """
         s = self.settings
         trial = self.player.trial_episodes(prompts)
         sources = self._score(trial)
         if all(r.problem for r in trial):
-            raise ValueError(f"{trial[0].problem} for a made-up completion: reward={s.reward}, "
+            raise InputError(f"{trial[0].problem} for a made-up completion: reward={s.reward}, "
                              f"call_timeout={s.call_timeout:g}")
         names = {self.environment} - {""}
         for name, results in sources:
@@ -455,7 +456,7 @@ class Scorer:
         # An agent that fails in the trial is not scored, so its parts are not known yet.
         strange = self.weights.keys() - names
         if strange and not self.episode_rewards:
-            raise ValueError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "
+            raise InputError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
@@ -528,11 +529,11 @@ class Scorer:
         # Adds what a source gave to a rollout's parts and to its score.
         parts, steps, logged, problem = result
         if steps and self.player.make:
-            raise ValueError(f"reward {', '.join(parts)} scores characters of a completion, but an episode "
+            raise InputError(f"reward {', '.join(parts)} scores characters of a completion, but an episode "
                              "has several messages")
         twice = r.parts.keys() & parts
         if twice:
-            raise ValueError(f"reward={self.settings.reward}: two parts of the score are called "
+            raise InputError(f"reward={self.settings.reward}: two parts of the score are called "
                              f"{', '.join(twice)}")
         r.parts = r.parts | parts
         r.extra = r.extra | logged
@@ -556,16 +557,16 @@ def agent_scores(environments):
 def part_weights(text):
     """Return {name: weight} for the text "name:weight,name:weight"; the weight of all other names is 1.
 
-    Raises ValueError for any other text.
+    Raises InputError for any other text.
     """
     weights = defaultdict(lambda: 1.0)
     try:
         for pair in specs(text):
             name, weight = pair.rsplit(":", 1)
             if not name:
-                raise ValueError("a weight without a name")
+                raise InputError("a weight without a name")
             weights[name] = as_float(float(weight))             # as_float refuses NaN and infinity
     except ValueError as error:
-        raise ValueError(
+        raise InputError(
             f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5") from error
     return weights

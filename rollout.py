@@ -10,7 +10,7 @@ one of two engines: VLLMEngine, or HFEngine, which is plain PyTorch. Both engine
 
 They have these methods:
 
-    add(request)                    queues a Request; raises ValueError if it could exceed max_length
+    add(request)                    queues a Request; raises InputError if it could exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
     abort(names)                    ends requests whose Answers nobody waits for
     update_weights(policy, version) loads a trained policy's weights for the next steps
@@ -47,6 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
+from configurator import InputError
 from runtime import distributed
 from runtime.checkpoint import json_text
 from runtime.model_folder import load_tokenizer, model_class
@@ -181,7 +182,7 @@ class Answer(NamedTuple):
 def as_arrays(rollouts):
     """Return Rollouts as {name: array}, for a checkpoint.
 
-    Fields that you have added to a rollout are kept as well. Raises ValueError for a field that is neither an
+    Fields that you have added to a rollout are kept as well. Raises InputError for a field that is neither an
     array of numbers, nor a number of NumPy, nor a value that JSON holds. In rows and completions a date, say,
     becomes text.
     """
@@ -204,13 +205,13 @@ def as_arrays(rollouts):
 def from_arrays(arrays):
     """Return the Rollouts of which as_arrays made these arrays. Without arrays there are none.
 
-    Raises ValueError if an older version of this code made them, which wrote no "records". Its row_starts had
+    Raises InputError if an older version of this code made them, which wrote no "records". Its row_starts had
     another form, or were missing.
     """
     if not arrays:
         return []
     if "records" not in arrays:                 # it was called "rest" then
-        raise ValueError("the checkpoint holds rollouts of an older version of this code: resume with that "
+        raise InputError("the checkpoint holds rollouts of an older version of this code: resume with that "
                          "version, or with another max_staleness, so that they are sampled again")
     rollouts = []
     for record in json.loads(arrays["records"].tobytes()):
@@ -237,7 +238,7 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     """Return the engine of a script's settings, with a model from a folder or hub id.
 
     max_length: how many tokens the longest sequence has. eos_ids: the tokens that end an answer. apart:
-    whether no trainer uses this engine's device. Raises ValueError if the engine cannot run the model.
+    whether no trainer uses this engine's device. Raises InputError if the engine cannot run the model.
     """
     kind = engine_class(settings.engine)
     try:
@@ -245,7 +246,7 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
             model, dtype, max_length, eos_ids, settings.vllm_gpu_memory_utilization,
             getattr(settings, "vllm_tensor_parallel_size", 1), apart, getattr(settings, "in_flight", False))
     except Exception as error:
-        raise ValueError(f"engine={kind.name} cannot run {model}, the other engine may: "
+        raise InputError(f"engine={kind.name} cannot run {model}, the other engine may: "
                          f"{error!r:.300}") from error
     engine.dtype = dtype
     if settings.stop:
@@ -260,13 +261,13 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
 def stop_strings(stop):
     """Return the strings that the setting `stop` names, as a list.
 
-    Commas stand between them, and a backslash with an n for a line end. Raises ValueError if one is empty.
+    Commas stand between them, and a backslash with an n for a line end. Raises InputError if one is empty.
     """
     if not stop:
         return []
     strings = stop.replace("\\n", "\n").split(",")
     if "" in strings:
-        raise ValueError(f"stop={stop}: a string between its commas is empty")
+        raise InputError(f"stop={stop}: a string between its commas is empty")
     return strings
 
 
@@ -371,10 +372,10 @@ class Engine:
         self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 
     def add(self, request):
-        """Queue a Request. Raises ValueError if it may need more than max_length tokens."""
+        """Queue a Request. Raises InputError if it may need more than max_length tokens."""
         longest = len(request.ids) + request.max_tokens
         if longest > self.max_length:
-            raise ValueError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
+            raise InputError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
         self.added.append(request)
         self.total += 1
         self.versions[request.name] = {0: self.version}

@@ -88,7 +88,7 @@ B = prompts_per_step // world_size                              # prompts per ra
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
-with input_errors():                                            # a ValueError becomes a one-line message
+with input_errors():                                            # an InputError becomes a one-line message
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer

@@ -61,7 +61,7 @@ rank, world_size, device, mesh, sequence_group = distributed.set_up(
 run = Run(settings, __file__)
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
-with input_errors():                                            # a ValueError becomes a one-line message
+with input_errors():                                            # an InputError becomes a one-line message
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
     # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,

@@ -13,6 +13,7 @@ from copy import deepcopy
 from itertools import pairwise
 from os.path import commonprefix
 
+from configurator import InputError
 from runtime.model_folder import reading
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
@@ -132,13 +133,13 @@ class Template:
         return message
 
     def check(self, messages):
-        """Raise ValueError if the template cannot be used for several turns after these messages."""
+        """Raise InputError if the template cannot be used for several turns after these messages."""
         names = self.tool_names[:1]
         opening = self.opening(messages)
         reply = {"role": "user", "content": "forty-two"}
         if names:
             if opening == Template(self.tokenizer, self.eos_ids, None).opening(messages):
-                raise ValueError("the chat template has no place for tools")
+                raise InputError("the chat template has no place for tools")
             reply |= {"role": "tool", "name": names[0], "tool_call_id": call_id(0)}
         turn = turn_of(self.sample_turn, names)
         _, question, sampled = self._until_end(tuple(names))
@@ -151,16 +152,16 @@ class Template:
         self._expect(one_turn, two_turns[-len(one_turn):])
         text = self.tokenizer.decode(sampled[:-1])
         if "why" in str(turn) and "why" not in text:
-            raise ValueError(f"the chat template drops what a turn has thought: it writes {text!r:.200} for "
+            raise InputError(f"the chat template drops what a turn has thought: it writes {text!r:.200} for "
                              f"{turn['content']!r}")
         if reply["content"] not in self.tokenizer.decode(inserted):
-            raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
+            raise InputError(f"the chat template has no place for a message of the role {reply['role']}")
         if names:
             # The policy may make up a tool, and make several calls at once.
             self.between(turn_of({}, ["unknown", *names]), [reply] * 2)
             _, calls = self.read(question, sampled, text)
             if [call["function"]["name"] for call, _ in calls] != names:
-                raise ValueError(f"no call is found in {text!r:.300}, which the chat template writes: it "
+                raise InputError(f"no call is found in {text!r:.300}, which the chat template writes: it "
                                  "needs the form <tool_call>JSON</tool_call>, or a response_template")
 
     @functools.lru_cache(maxsize=64)
@@ -182,16 +183,16 @@ class Template:
         # The question itself may begin with a token that ends a turn.
         ends = [end for end in range(begin + 1, len(ids) + 1) if ids[end - 1] in self.eos_ids]
         if not ends:
-            raise ValueError("the chat template ends a turn with none of the tokens that end a completion: "
+            raise InputError("the chat template ends a turn with none of the tokens that end a completion: "
                              f"{self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))}")
         return messages, ids[:begin], ids[begin:ends[-1]]
 
     def _expect(self, before, after):
-        """Raise ValueError unless these ids are the same."""
+        """Raise InputError unless these ids are the same."""
         if before != after:
             before, after = self.tokenizer.batch_decode([before, after])
             start = max(0, len(commonprefix([before, after])) - 40)
-            raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode would "
+            raise InputError("the chat template rewrites earlier turns, so the tokens of an episode would "
                              f"not be those of its conversation: {before[start:start + 120]!r} becomes "
                              f"{after[start:start + 120]!r}")
 

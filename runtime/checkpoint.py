@@ -38,6 +38,8 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from configurator import InputError
+
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -109,12 +111,12 @@ def write_state(folder, state, arrays={}):
 
 
 def json_text(name, value):
-    """Return a value as JSON. Raises ValueError if it would be another value when it is read back."""
+    """Return a value as JSON. Raises InputError if it would be another value when it is read back."""
     text = json.dumps(value, default=str, skipkeys=True)
     restored = json.loads(text)
     # As texts, because NaN is not equal to NaN, and a defaultdict is equal to a dict.
     if repr(restored) != repr(value):
-        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {restored!r:.200}: "
+        raise InputError(f"{name} is {value!r:.200}, and a resumed run would read {restored!r:.200}: "
                          "checkpoints keep numbers of Python, text, lists, and dicts whose keys are text")
     return text
 
@@ -200,13 +202,13 @@ def step_of(folder):
 def load_optimizers(folder, networks):
     """Put the optimizers' state from a checkpoint into those of `networks`, which are as in save_checkpoint.
 
-    Raises ValueError like load_optimizer, and if a network was not loaded from its folder in the checkpoint.
+    Raises InputError like load_optimizer, and if a network was not loaded from its folder in the checkpoint.
     """
     for place, (model, optimizer) in networks.items():
         saved = str(Path(folder, place))
         # With adapters the initial model is loaded.
         if not model.adapters and model.hf.name_or_path != saved:
-            raise ValueError(f"resume={folder}: the model {place or 'actor'} was loaded from "
+            raise InputError(f"resume={folder}: the model {place or 'actor'} was loaded from "
                              f"{model.hf.name_or_path}, not from {saved}")
         if optimizer:
             load_optimizer(saved, model, optimizer)
@@ -216,7 +218,7 @@ def load_optimizer(folder, model, optimizer):
     """Put an optimizer's state from a checkpoint into `optimizer`, cut for the ranks of this run.
 
     The optimizer keeps the learning rate, betas and weight decay that it was made with, because settings may
-    change. Raises ValueError if the files cannot be read or do not fit the model.
+    change. Raises InputError if the files cannot be read or do not fit the model.
     """
     parameters = dict(model.named_parameters())
     try:
@@ -225,7 +227,7 @@ def load_optimizer(folder, model, optimizer):
             name, _, key = entry.rpartition(".")
             optimizer.state[parameters[name]][key] = read_rows(files, entry, parameters[name])
     except Exception as error:
-        raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
+        raise InputError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     optimizer.load_state_dict(optimizer.state_dict())           # each value on the device that it needs
 
 
@@ -242,7 +244,7 @@ def read_rows(files, entry, parameter):
     rows = torch.cat([part[max(0, first - n * size):max(0, end - n * size)] for n, part in enumerate(parts)])
     value = torch.zeros_like(parameter)
     if rows.shape != value.to_local().shape:                    # copy_ would repeat a row or a column
-        raise ValueError(f"{entry} has another shape than its parameter")
+        raise InputError(f"{entry} has another shape than its parameter")
     value.to_local().copy_(rows)
     return value
 
@@ -254,17 +256,17 @@ def locate_run(out_dir, resume, default):
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder whose name
     is `default` and random letters, because two runs may begin in the same second. The folder is locked.
-    resume=auto takes the newest checkpoint in out_dir, if there is one. Raises ValueError for a resume that
+    resume=auto takes the newest checkpoint in out_dir, if there is one. Raises InputError for a resume that
     is no checkpoint or not the newest of its run, and for a folder that holds another run or belongs to no
     run; OSError for a folder that cannot be written.
     """
     if resume == "auto" and not out_dir:
-        raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
+        raise InputError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
     folder = absolute(out_dir)
     if resume not in ("", "auto"):
         resume = absolute(resume)
         if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
-            raise ValueError(f"resume={resume}: not a checkpoint folder")
+            raise InputError(f"resume={resume}: not a checkpoint folder")
         folder = folder or os.path.dirname(resume)
     is_new = not folder
     if is_new:
@@ -277,9 +279,9 @@ def locate_run(out_dir, resume, default):
     if resume == "auto":
         resume = max(saved, key=step_of, default="")
     elif resume in saved[:-1]:
-        raise ValueError(f"resume={resume}: {saved[-1]} is newer; remove it, or name a new out_dir")
+        raise InputError(f"resume={resume}: {saved[-1]} is newer; remove it, or name a new out_dir")
     elif resume not in saved and set(os.listdir(folder)) - {".lock"}:
-        raise ValueError(f"out_dir={folder} holds another run: "
+        raise InputError(f"out_dir={folder} holds another run: "
                          "name a new folder, or resume it by --resume=auto")
     return folder, resume or None
 
@@ -298,7 +300,7 @@ def lock(out_dir):
     """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
     Waits up to ten minutes for a run that is still in the folder, because the workers of a torchrun that was
-    killed live on until the end of their step. Raises ValueError if that run does not end or the folder
+    killed live on until the end of their step. Raises InputError if that run does not end or the folder
     belongs to no run, and OSError if it cannot be written.
     """
     with contextlib.suppress(FileNotFoundError):
@@ -307,7 +309,7 @@ def lock(out_dir):
     # A run's folder has a .lock from its first moment on.
     strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}
     if strangers and ".lock" not in strangers:
-        raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
+        raise InputError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
                          "a new folder")
     LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
     for second in range(600):
@@ -321,4 +323,4 @@ def lock(out_dir):
         except OSError as error:
             print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
             return
-    raise ValueError(f"out_dir={out_dir}: another run is writing there")
+    raise InputError(f"out_dir={out_dir}: another run is writing there")

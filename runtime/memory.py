@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
+from configurator import InputError
 from runtime.model_folder import located, model_class, read_config, reading
 
 
@@ -48,7 +49,7 @@ def forecast(s, ranks, memory, cuda):
 
     s: a script's settings. ranks: how many train. memory: that of a device, in bytes. cuda: whether it is a
     GPU. Only tensors are counted, for layers such as Llama's: CUDA, NCCL and vLLM's graphs take one to three
-    GB more. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
+    GB more. Raises InputError if weights, gradients and Adam's moments alone exceed the memory.
     """
     b = 4                                                       # bytes of a number in a layer
     if s.dtype in ("bfloat16", "float16") or (s.dtype == "auto" and cuda):
@@ -58,7 +59,7 @@ def forecast(s, ranks, memory, cuda):
     weights, gradients, adam = sharded(s, b, s.shard_ranks or ranks)
     state = weights + gradients + adam
     if state > memory:
-        raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
+        raise InputError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
 
     # An update. Until the backward pass autograd keeps about 1.2 times what goes through the matrix products

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
+from configurator import InputError
 from runtime import distributed, health
 from runtime.user_code import source_of, specs
 from tasks.check_answer import comparison, extract_answer
@@ -445,7 +446,7 @@ class RunLog:
                     self.board.add_scalar(name, value, self.metrics["step"])
             self.board.flush()
         except OSError as error:
-            raise ValueError(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it "
+            raise InputError(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it "
                              "stand") from error
 
     # ------------------------------------------------------------ the console, and the page

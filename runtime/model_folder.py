@@ -25,6 +25,8 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast)
 from transformers.utils import cached_file, logging
 
+from configurator import InputError
+
 # transformers' bars for every load and save would break up the run's own progress bar. It also warns of
 # missing weights, which are an error here.
 logging.disable_progress_bar()
@@ -49,7 +51,7 @@ def reading(what):
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what} cannot be read: {type(error).__name__}: "
+        raise InputError(f"{what} cannot be read: {type(error).__name__}: "
                          + str(error).partition("\n")[0][:300]) from error
 
 
@@ -79,14 +81,14 @@ def check_model(path, key="model", tokenizer=True, length=0):
         config_name = "no such folder, and on the hub config.json"
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
-        raise ValueError(f"{key}={path}: no tokenizer in this folder")
+        raise InputError(f"{key}={path}: no tokenizer in this folder")
     if os.path.exists(f"{path}/adapter_config.json"):
-        raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json) and not a model; "
+        raise InputError(f"{key}={path}: the folder holds an adapter (adapter_config.json) and not a model; "
                          "docs/lora.md says how PEFT writes one")
     with reading(f"{key}={path}: {config_name}"):
         limit = longest_row(read_config(path).get_text_config())
     if length > limit:
-        raise ValueError(f"{key}={path}: a prompt and its completion (max_completion_length) may have "
+        raise InputError(f"{key}={path}: a prompt and its completion (max_completion_length) may have "
                          f"{length} tokens, but by its config (max_position_embeddings) the model takes "
                          f"{limit}")
     return path
@@ -110,23 +112,23 @@ def longest_row(config):
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):
-    """Return what check_model returns. Also raises ValueError for a model that by its config cannot be
+    """Return what check_model returns. Also raises InputError for a model that by its config cannot be
     trained."""
     path = check_model(path, key, tokenizer, length)
     config = read_config(path)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
-        raise ValueError(f"{key}={path}: its weights are quantised ({quantization.get('quant_method')}); "
+        raise InputError(f"{key}={path}: its weights are quantised ({quantization.get('quant_method')}); "
                          "training needs plain ones")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
-        raise ValueError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
+        raise InputError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
     return path
 
 
 def check_reader(key, path, policy_path, tokenizer, length=0):
     """Return what check_trainable returns for a critic_model or reference_model.
 
-    path: "" stands for the policy's. tokenizer: the policy's. Also raises ValueError if the model reads other
+    path: "" stands for the policy's. tokenizer: the policy's. Also raises InputError if the model reads other
     tokens: if it has a tokenizer of its own, tokens that both have must have the same ids.
     """
     if not path:
@@ -138,7 +140,7 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     differing = [token for token, number in tokenizer.get_vocab().items() if ids.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size or differing:
-        raise ValueError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} "
+        raise InputError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} "
                          f"for one of {policy_size}, and other ids for {differing[:3] or 'none'}")
     return path
 
@@ -156,7 +158,7 @@ def model_class(config):
 def end_tokens(model, tokenizer):
     """Return the ids of the tokens that end a completion: of the generation config, config or tokenizer.
 
-    The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation
+    The first of the three that names any counts. Raises InputError if none does, or for a damaged generation
     config.
     """
     named_by = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
@@ -172,7 +174,7 @@ def end_tokens(model, tokenizer):
     vocabulary = range(read_config(model).get_text_config().vocab_size)
     unknown = [token for token in ids if token not in vocabulary]
     if not ids or unknown:
-        raise ValueError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
+        raise InputError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
                          "names no token that ends a completion")
     return ids
 
@@ -196,7 +198,7 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones;
     if None, those of this call. The clock stands still, because the beginning of an episode that goes on at
     midnight would no longer be its prompt. The tokenizer gets an attribute `embedded`, which data.py reads:
-    how many ids the model embeds; no prompt may have others. Raises ValueError if the tokenizer or the
+    how many ids the model embeds; no prompt may have others. Raises InputError if the tokenizer or the
     template cannot be read.
     """
     with reading(f"{key}={path}: its tokenizer"):
@@ -220,7 +222,7 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
             template_kwargs = dict(json.loads(settings.chat_template_kwargs or "{}"))
         for name in template_kwargs:
             if name not in str(tokenizer.chat_template):
-                raise ValueError(f"chat_template_kwargs: the chat template reads no {name}")
+                raise InputError(f"chat_template_kwargs: the chat template reads no {name}")
         now = datetime.datetime.now()
         if clock:
             now = datetime.datetime.fromisoformat(clock)
@@ -236,7 +238,7 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
 
     has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
     names of parameters that stay as the class makes them if the folder has none. The model gets an attribute
-    `processor` for write_model: {name of a file: its content}. Raises ValueError, with a message that begins
+    `processor` for write_model: {name of a file: its content}. Raises InputError, with a message that begins
     with `what`, if the weights cannot be read or do not fit the config.
     """
     with reading(f"{what}: its weights"):
@@ -258,15 +260,15 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
 
 
 def check_loaded(what, info, may_lack=()):
-    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape.
+    """Raise InputError if weights lack a tensor that is not in may_lack, or one has another shape.
 
     info: what from_pretrained returns with output_loading_info.
     """
     missing = sorted({*info["missing_keys"]} - {*may_lack})
     if missing:
-        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
+        raise InputError(f"{what}: no {', '.join(missing)} in its weights")
     for name, shape, config_shape in info["mismatched_keys"]:
-        raise ValueError(f"{what}: {name} has the shape {list(shape)} in its weights, but by its config "
+        raise InputError(f"{what}: {name} has the shape {list(shape)} in its weights, but by its config "
                          f"{list(config_shape)}")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from configurator import InputError
 from runtime.chat_template import broken_up
 from runtime.model_folder import check_loaded, check_model, load_tokenizer, reading
 
@@ -20,7 +21,7 @@ class RewardModel:
     """Loads the reward model in `path` (a folder or hub id); its method `score` scores conversations.
 
     device: where it computes. dtype: the precision of its weights and its computation. token_budget: the
-    largest number of tokens in a batch, padding included. Raises ValueError for a model that is no reward
+    largest number of tokens in a batch, padding included. Raises InputError for a model that is no reward
     model (it has several labels or no trained head), or that names no pad token.
     """
 
@@ -36,7 +37,7 @@ class RewardModel:
         self._harmless = partial(broken_up, tokenizer=self.tokenizer, control_ids=control_ids, mark=" ")
         config = AutoConfig.from_pretrained(path)
         if config.num_labels != 1:
-            raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
+            raise InputError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
         # The model reads the score at the last token that is no padding, so the part of the config that its
         # forward reads has to name the pad token.
         text_config = config.get_text_config()
@@ -44,7 +45,7 @@ class RewardModel:
             text_config.pad_token_id = self.tokenizer.pad_token_id
         self.pad_id = text_config.pad_token_id
         if self.pad_id is None:
-            raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
+            raise InputError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
         with reading(f"reward_model={path}: its weights"):
             self.model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -63,7 +64,7 @@ class RewardModel:
         prompts: strings or lists of messages. completions: a string for a prompt that is a string, to which
         it is appended as it is, or a list of the messages that follow. A conversation has no score if it is
         too long for the model, has a token that the model does not embed, or if its score is not finite.
-        Raises ValueError if no completion has a score, or if the chat template fails.
+        Raises InputError if no completion has a score, or if the chat template fails.
         """
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
         fitting = [i for i, row in enumerate(ids)
@@ -85,7 +86,7 @@ class RewardModel:
                     scores[i] = value
         self.model.to("cpu")
         if all(map(math.isnan, scores)):
-            raise ValueError(f"reward_model={self.path} has no finite score for any completion, such as "
+            raise InputError(f"reward_model={self.path} has no finite score for any completion, such as "
                              f"{completions[0]!r:.500}; it reads at most {self.max_length} tokens")
         return scores
 

@@ -27,6 +27,8 @@ import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
+from configurator import InputError
+
 # The folder in which the run was started. Code of the user's may change the current folder.
 STARTED_IN = os.getcwd()
 # closing.callback(function) has a function called as the process ends, unless it is killed.
@@ -80,31 +82,31 @@ def load_from(spec, key, kind, others=""):
     """Return the function or class that a spec "file.py:name" or "package.module:name" names.
 
     The messages need the other arguments: key is the setting, kind is function or Class, and others says what
-    else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
+    else the spec may be. Raises InputError if the file has nothing of this name, or if it raises.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
-        raise ValueError(f"{key} must be file.py:{kind} or package.module:{kind}{others}, not {spec!r}")
+        raise InputError(f"{key} must be file.py:{kind} or package.module:{kind}{others}, not {spec!r}")
     path = source_of(spec)
     is_file = place.endswith(".py")
     if is_file and not os.path.isfile(path):
-        raise ValueError(f"{key}: no such file: {place}")
+        raise InputError(f"{key}: no such file: {place}")
     try:
         module = module_of(path) if is_file else importlib.import_module(place)
     except BaseException as error:
-        raise ValueError(f"{key}: {place} raised {shown(error)}") from error
+        raise InputError(f"{key}: {place} raised {shown(error)}") from error
     target = getattr(module, name, None)
     try:
         inspect.signature(target)               # a builtin such as max or dict does not say what it takes
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}: {place} has no {kind} {name} at its top level") from error
+        raise InputError(f"{key}: {place} has no {kind} {name} at its top level") from error
     return target
 
 
 def accepted(function, columns, name, by_name={}):
     """Return the columns that the function takes, and the entries of `by_name` that it names.
 
-    A function with **kwargs takes all columns. name: how a message calls the function. Raises ValueError if
+    A function with **kwargs takes all columns. name: how a message calls the function. Raises InputError if
     the function needs another column.
     """
     offered = by_name | columns
@@ -115,7 +117,7 @@ def accepted(function, columns, name, by_name={}):
         elif p.name in offered:
             arguments[p.name] = offered[p.name]
         elif p.default is p.empty and p.kind != p.VAR_POSITIONAL:
-            raise ValueError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}")
+            raise InputError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}")
     return arguments
 
 
@@ -132,12 +134,12 @@ def shown(value):
 
 
 def as_float(value):
-    """Return a value that is not a text as a float. Raises ValueError if float32 has no such number."""
+    """Return a value that is not a text as a float. Raises InputError if float32 has no such number."""
     # float raises for an array of several numbers and for 10**400.
     with contextlib.suppress(TypeError, OverflowError, RuntimeError):
         if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:         # float32's largest
             return float(value)
-    raise ValueError(f"{shown(value)} is not a finite number in float32")
+    raise InputError(f"{shown(value)} is not a finite number in float32")
 
 
 def logging_into(stores):

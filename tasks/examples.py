@@ -11,6 +11,7 @@ row the turns of a conversation share the tokens with which all of them begin.
 """
 from functools import partial
 
+from configurator import InputError
 import data
 from rollout import Rollout
 
@@ -20,7 +21,7 @@ def load_examples(player, split):
 
     The first two come from data.load_split. For the third all rows are encoded at once, and rows of more than
     max_prompt_length + max_completion_length tokens are left out. player: the run's episodes.Player, which
-    has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises ValueError where
+    has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
     data.load_split and examples_of do, with the name of the row, and if no row is left.
     """
     s = player.settings
@@ -32,7 +33,7 @@ def load_examples(player, split):
         if max(len(r.ids) for r in turns) <= s.max_prompt_length + s.max_completion_length:
             examples.append(turns)
     if not examples:
-        raise ValueError(f"max_completion_length={s.max_completion_length}: each of {len(prompts.rows)} "
+        raise InputError(f"max_completion_length={s.max_completion_length}: each of {len(prompts.rows)} "
                          f"{split} rows has more tokens than this and max_prompt_length together")
     return prompts, encoded, examples
 
@@ -48,7 +49,7 @@ def examples_of(row, player):
     answer then follows it as it stands, with the first of the eos_ids, and of a whole conversation only the
     last answer is learned.
 
-    Raises ValueError if answer_of does, and if the template leaves out a part of a turn or its end token, or
+    Raises InputError if answer_of does, and if the template leaves out a part of a turn or its end token, or
     changes what is before the turn.
     """
     s = player.settings
@@ -57,7 +58,7 @@ def examples_of(row, player):
     answer, whole = answer_of(row, s)
     if whole:
         if prompt[len(prompt) - len(answer) + 1:] != answer[:-1]:
-            raise ValueError(f"the prompt {prompt!r:.200} is not what comes before the last answer in the "
+            raise InputError(f"the prompt {prompt!r:.200} is not what comes before the last answer in the "
                              "row's messages: --prompt_column=messages takes it from there")
         answer = answer[-1:]
     if isinstance(prompt, str) or not s.chat or prompt[-1]["role"] == "assistant":
@@ -86,7 +87,7 @@ def examples_of(row, player):
             if filled and render([*messages[:number], others]) == texts[1]:
                 lost.append(key)
         if lost or after != before + turn or message["content"].strip() not in written:
-            raise ValueError("the chat template does not say which tokens are the assistant's: after "
+            raise InputError("the chat template does not say which tokens are the assistant's: after "
                              f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
                              f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")
         examples.append(Rollout.single(before, turn, [0.0] * len(turn), "stop"))
@@ -95,7 +96,7 @@ def examples_of(row, player):
 
 def answer_of(row, s):
     """Return the messages in the column that holds a row's answer, and whether these are the row's whole
-    conversation, in which the row teaches all that the assistant says. Raises ValueError without an
+    conversation, in which the row teaches all that the assistant says. Raises InputError without an
     answer."""
     for column in ("completion", "messages", "conversations", s.answer_column, "solution", "answer"):
         answer = row.get(column)
@@ -105,5 +106,5 @@ def answer_of(row, s):
             messages = [data.as_message(message) for message in answer]
             if messages[-1]["role"] == "assistant":
                 return messages, column in data.PROMPT_COLUMNS
-    raise ValueError("there is nothing to learn: no messages end with the assistant's, and there is no "
+    raise InputError("there is nothing to learn: no messages end with the assistant's, and there is no "
                      f"completion, solution or answer; the columns are {', '.join(row)}")

@@ -13,6 +13,8 @@ import random
 import zlib
 from fractions import Fraction
 
+from configurator import InputError
+
 # ------------------------------------------------------------------------------------------------------------
 # algebra. A template draws (problem, steps of the worked solution, answer). At difficulty 1 the numbers are
 # small and each step is one small operation on the text before it, so that a model of a million parameters
@@ -267,10 +269,10 @@ def generated_rows(task, split, count, seed=0, difficulty=1):
     """Return `count` distinct problems of a split, "train" or "eval", as pairs (text, row).
 
     With count 0 there are 4,096 for "train" and 128 for "eval", or all that the task has if it has fewer.
-    Raises ValueError for an unknown task, and if there are too few distinct problems.
+    Raises InputError for an unknown task, and if there are too few distinct problems.
     """
     if task not in GENERATORS:
-        raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or file, not "
+        raise InputError(f"task must be {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or file, not "
                          f"{task!r}")
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng = random.Random(f"{task} {split} {seed} {difficulty}")
@@ -289,7 +291,7 @@ def generated_rows(task, split, count, seed=0, difficulty=1):
             rows[name] = {"prompt": [{"role": "user", "content": text}], **columns}
             misses = 0
     if not rows or len(rows) < count:
-        raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
+        raise InputError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
                          f"problems, not {count}: lower {split}_prompts or raise the difficulty, as in "
                          f"--task={task}:2")
     return list(rows.items())

@@ -18,6 +18,7 @@ import types
 import zlib
 from importlib.util import find_spec
 
+from configurator import InputError
 from tasks.check_answer import check_answer, extract_answer
 
 # reasoning_gym imports these packages for a few generators each. They bring plotting or need a compiler.
@@ -30,14 +31,14 @@ FULL = 0.999                    # the full score is 1, but some verifiers comput
 
 @functools.cache
 def package():
-    """Return the package; raise ValueError if it is not installed."""
+    """Return the package; raise InputError if it is not installed."""
     for name in LEFT_OUT:
         if name not in sys.modules and not find_spec(name):
             sys.modules[name] = types.ModuleType(name)          # empty, so the few generators fail
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ValueError(f"task=reasoning_gym:... needs the package reasoning-gym ({error}); "
+        raise InputError(f"task=reasoning_gym:... needs the package reasoning-gym ({error}); "
                          "docs/real_model.md says how to install it") from error
     return reasoning_gym
 
@@ -48,7 +49,7 @@ def gym_rows(spec, split, count, seed):
 
     spec: name,setting=value,... of a generator, or several joined by +, which share `count` evenly. With
     count 0 there are 4,096 rows for "train" and 128 for "eval", or all that the generators have. A hash of
-    the question decides about its split. Raises ValueError for a generator that cannot be used.
+    the question decides about its split. Raises InputError for a generator that cannot be used.
     """
     specs = re.split(r"\+(?=[a-z])", spec)
     wanted = count or {"train": 4096, "eval": 128}[split]
@@ -71,7 +72,7 @@ def gym_rows(spec, split, count, seed):
             if len(rows) == goal or misses == 2_000:
                 break
         if len(rows) < goal and count:
-            raise ValueError(f"task=reasoning_gym:{generator} has {goal - len(rows)} distinct {split} "
+            raise InputError(f"task=reasoning_gym:{generator} has {goal - len(rows)} distinct {split} "
                              f"questions too few: lower {split}_prompts or change its settings")
     return list(rows.items())
 
@@ -95,7 +96,7 @@ def entries(name, options, seed):
     """
     where = f"task=reasoning_gym:{name} cannot be used"
     if name in UNSTABLE:
-        raise ValueError(f"{where}: it makes other rows for the same seed, or in another process")
+        raise InputError(f"{where}: it makes other rows for the same seed, or in another process")
     for block_seed in itertools.count(seed, BLOCK):
         good = 0
         bad = 0
@@ -109,9 +110,9 @@ def entries(name, options, seed):
                 else:
                     bad += 1
                 if bad > max(good, 10):
-                    raise ValueError("its verifier does not accept its own answers, or not after JSON")
+                    raise InputError("its verifier does not accept its own answers, or not after JSON")
         except Exception as error:
-            raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+            raise InputError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------

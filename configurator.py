@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,19 +60,46 @@ def check(ok, message):
 
 
 class InputError(ValueError):
-    """Says what is wrong with a setting, a file or anything else that the user of a script has brought."""
+    """Says what is wrong with a setting, a file, a model or a function that the user has named."""
 
 
 @contextlib.contextmanager
-def input_errors():
-    """Stop the script with the message of an InputError and without a traceback.
+def input_errors(*others):
+    """Stop the script with the message of an InputError. Its traceback is not shown, because its user cannot
+    correct our code; that of the user's own code, if this has raised, stands above the message.
 
-    Any other error is a mistake in the code, and its traceback says where.
+    Any other error is a mistake in the code, and keeps its traceback. others: further errors that count as
+    an InputError, such as OSError where a folder of the user's is written.
     """
     try:
         yield
-    except InputError as error:
-        fail(str(error))
+    except (InputError, *others) as error:
+        raised = error
+        while raised:
+            sys.stderr.writelines(map(printable, getattr(raised, "__notes__", [])))
+            raised = raised.__cause__
+        fail(str(error) or repr(error))
+
+
+@contextlib.contextmanager
+def reading(what):
+    """Turn an error that a library raises over a damaged file into an InputError: `what` cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or not is_of_library(error):
+            raise
+        raise InputError(f"{what} cannot be read: {type(error).__name__}: "
+                         + str(error).partition("\n")[0][:300]) from error
+
+
+def is_of_library(error):
+    """Return whether a library or the system has raised an error, and not a line of this repository."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    file = frames[-1].f_code.co_filename
+    in_library = not file.startswith(os.path.dirname(__file__)) or "site-packages" in file
+    # Compiled code, such as safetensors, has no frame.
+    return in_library or isinstance(error, (OSError, UnicodeError)) or type(error).__module__ != "builtins"
 
 
 def printable(text):

@@ -161,7 +161,7 @@ class AgentSession:
         if not (error or episode.conversation.spans):
             error = Failed("never asked the policy, or did not wait for an answer")
         if error and self.refused:
-            error = Failed(f"{error}; its last refused request: {self.refused}")
+            raise Failed(f"{error}; its last refused request: {self.refused}") from error
         if error:
             raise error
 

@@ -88,7 +88,7 @@ class Episode:
         try:
             try:
                 yield from self._play()
-            except (Failed, TimeUp, ValueError) as error:
+            except (Failed, TimeUp, InputError) as error:
                 self._fail(error)
             if not self.conversation.spans:
                 # The episode could not begin. A rollout needs an answer, so it gets one, which is not scored.
@@ -105,7 +105,7 @@ class Episode:
                 player.idle.append(self.instance)
 
     def _play(self):
-        """Play until the episode ends. Raises Failed, TimeUp or ValueError."""
+        """Play until the episode ends. Raises Failed, TimeUp or InputError."""
         player = self.player
         if player.session_class:                    # an agent plays until its end, and sets finish_reason
             self.session = player.session_class(self)
@@ -223,10 +223,11 @@ class Episode:
         turn = len(self.conversation.spans)
         when = f"in turn {turn}" if turn else "before its first turn"
         problem = f"{self.player.key}, {when}: {error}; the row is {self.row!r:.300}"
-        if isinstance(error, ValueError):
+        if isinstance(error, InputError):
             raise InputError(problem) from error
         late = isinstance(error, TimeUp)
         self.counts["problem"] = problem
+        self.player.failure = error
         self.finish_reason = "timeout" if late and turn else "error"
         # This instance may still be at work, or its reset has failed, so it plays no other episode.
         if late or not turn:
@@ -300,6 +301,7 @@ class Player:
     template        the Template for these tools, or None for single answers
     opened          {id: instance} of all instances that are not closed
     idle            the opened instances that play no episode now
+    failure         the error of the last episode that failed
 
     Raises InputError if the settings name something that cannot be used.
     """
@@ -321,6 +323,7 @@ class Player:
         self.template = None
         self.opened = {}
         self.idle = []
+        self.failure = None
         # rewards.Scorer sets this to a function score_ended(rollout, environment). It is called at the end of
         # each episode, while the instance is still as the episode left it. `environment` is the instance, or
         # with an agent the AgentSession, which has the agent's score.
@@ -349,7 +352,7 @@ class Player:
         instance, error, _ = outcome(self.make, s.call_timeout)
         os.chdir(STARTED_IN)                        # the class may have left this folder; data.py needs it
         if error:
-            raise InputError(f"{self.key}: {self.name}() {error}")
+            raise InputError(f"{self.key}: {self.name}() {error}") from error
         self.opened[id(instance)] = instance
         self.idle.append(instance)
         for name, static in inspect.getmembers_static(instance):
@@ -443,7 +446,7 @@ class Player:
             problem = r.counts.get("problem")
             # There is no room for a second turn. An agent that has asked once may fail because of that.
             if problem and not r.counts.get("requests"):
-                raise InputError(problem)
+                raise InputError(problem) from self.failure
         return rollouts
 
     def play(self, engine, jobs):

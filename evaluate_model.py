@@ -43,9 +43,10 @@ settings = configure(globals())
 rank, world_size, device, *_ = distributed.set_up()
 check_values(SimpleNamespace(**vars(settings), samplers=world_size))
 
-with input_errors():
+with input_errors(OSError):
     if output and rank == 0:
         open(output, "a").close()                               # it fails now, not after hours of sampling
+with input_errors():
     base = check_model(model)
     if prompt:
         rows = [("prompt", {"prompt": [{"role": "user", "content": prompt}]})]

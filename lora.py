@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from configurator import InputError
-from runtime.model_folder import reading
+from configurator import InputError, reading
 from runtime.logprobs import product
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/

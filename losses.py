@@ -438,18 +438,23 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
 
 # ---------------------------------------------------------------- PPO with a critic
 
-def token_rewards(rewards, kl, kl_coef, lengths):
+def token_rewards(scores, rewards, kl, kl_coef, lengths):
     """Return the rewards [C] of the tokens: -kl_coef * kl, plus the rewards of each sequence at their tokens.
 
-    rewards: for each sequence a dict {token: reward}; kl [C]; lengths: a list that sums to C. NaN stays NaN.
+    scores [N]; rewards: for each sequence a dict {token: reward}, whose last token also gets what the score
+    has beyond their sum; kl [C]; lengths: a list that sums to C. NaN stays NaN.
     Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. 2, with the KL spread over the tokens.
-    Example: rewards [{1: 1}, {0: 2}], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
+    Example: scores [1, 3], rewards [{1: 1}, {0: 2}], kl [.1, .2, .3], kl_coef 1, lengths [2, 1]
+    -> [-.1, .8, 2.7].
     """
     added = torch.zeros_like(kl)
     # What split returns are views: to write to a part writes to `added`.
-    for part, sequence_rewards in zip(added.split(lengths), rewards):
+    for part, score, sequence_rewards in zip(added.split(lengths), scores.tolist(), rewards):
         for token, reward in sequence_rewards.items():
             part[token] = reward
+        last = len(part) - 1                    # -1 if there are no tokens, and then nothing is written
+        difference = score - sum(sequence_rewards.values())
+        part[last:] = sequence_rewards.get(last, 0.0) + difference
     return -kl_coef * kl + added
 
 

@@ -295,7 +295,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
     lora.adapt after the layers; then everything except the adapters is frozen, in dtype. trained: False for a
     reference model. It needs no gradient, so its weights are in dtype as well, which in bfloat16 takes half
     the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32. Raises
-    ValueError for a model that cannot be loaded, or whose logprobs would not be those that transformers
+    InputError for a model that cannot be loaded, or whose logprobs would not be those that transformers
     computes. A collective.
     """
     label = f"model={path}"
@@ -355,11 +355,11 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
 def on_all_ranks(label, read, sequence_group):
     """Return the Policy or Critic that read() returns on rank 0, on every rank, after it was compared there.
 
-    On the other ranks its parameters are on the meta device, without numbers. A ValueError of rank 0 is
+    On the other ranks its parameters are on the meta device, without numbers. An InputError of rank 0 is
     raised on every rank. label: the beginning of its message, such as "model=tiny". sequence_group: the ranks
     that share each of its rows, or None. A collective.
     """
-    result = None                           # a copy of the network without numbers, or the ValueError
+    result = None                           # a copy of the network without numbers, or the InputError
     if dist.get_rank() == 0:
         try:
             network = read()
@@ -368,10 +368,10 @@ def on_all_ranks(label, read, sequence_group):
             replaced = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad)
                         for x in network.parameters()}
             result = copy.deepcopy(network, replaced)
-        except ValueError as error:
+        except InputError as error:
             result = error
     result = distributed.from_master(result)
-    if isinstance(result, ValueError):
+    if isinstance(result, InputError):
         raise result
     if dist.get_rank() > 0:
         network = result
@@ -518,8 +518,11 @@ def check_same(label, network, P):
             if gap < CLOSE:                                             # False if it is NaN
                 break
     except Exception as error:
-        raise InputError(f"{label}: this kind of model does not run here: {type(error).__name__}: "
-                         f"{str(error)[:300]}") from error
+        problem = f"{label}: this kind of model does not run here"
+        if isinstance(error, InputError):
+            raise InputError(f"{problem}: {error}") from error
+        error.add_note(problem)                 # the traceback stays: it may lead to an edit of attention.py
+        raise
     if not gap < CLOSE:
         raise InputError(f"{label}: computed here it differs from what transformers computes by {gap:.2g} "
                          "of the largest value, so another model would be trained")

@@ -195,7 +195,7 @@ def call_reward(reward, columns, timeout, end, workers):
     end       the time of time.monotonic from which on no call may begin
     workers   how many calls of an async reward run at the same time; 0 stands for 64
 
-    Raises Failed if the function raises, TimeUp if it takes too long or if `end` has come, and ValueError if
+    Raises Failed if the function raises, TimeUp if it takes too long or if `end` has come, and InputError if
     a column is missing or if the function returns what it must not.
     """
     completions = columns["completions"]
@@ -306,7 +306,7 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
 def apply_reward_errors(reward, completions, results, reward_errors):
     """Return the results with a Result in place of each error, as the setting reward_errors decides.
 
-    stop        a reward that raised stops the run by a ValueError, which shows the completion; a call that
+    stop        a reward that raised stops the run by an InputError, which shows the completion; a call that
                 ran out of time only leaves its completion unscored
     unscored    a completion whose call failed gets the parts that others have, each NaN, and no score
     zero        it gets these parts with the value 0
@@ -468,7 +468,6 @@ class Scorer:
             r.answered = answer is not None
             r.score = float(answer == Fraction(r.row["answer"]))
             r.parts = {"accuracy": r.score}
-            r.rewards = {len(r.logprobs) - 1: r.score}
 
     def _score(self, rollouts):
         # Scores by any rewards, environment and reward model. Returns (name, a Result per rollout) of each
@@ -492,41 +491,42 @@ class Scorer:
             sources.append(("reward_model", [Result({"reward_model": value}) for value in model_scores]))
         for i, r in enumerate(rollouts):
             token_rewards = defaultdict(float)                  # as in r.rewards
+            summands = []
+            for result in r.results:
+                summands += self._add(r, result)
+            r.results = []
             for name, results in sources:
-                self._add(r, results[i])
+                summands += self._add(r, results[i])
                 for character, value in results[i].steps:
                     token = token_at(character, r, self.player.tokenizer)
                     token_rewards[token] += self.weights[name] * value
             if self.environment:
                 # The episode has set r.rewards to what its environment gave. NaN says that it is not scored.
                 total = sum(r.rewards.values())
-                self._add(r, Result({self.environment: total}))
+                summands += self._add(r, Result({self.environment: total}))
                 if not math.isnan(total):
                     # Nothing is overwritten, because _add refuses the steps of an episode.
                     for token, value in r.rewards.items():
                         token_rewards[token] = self.weights[self.environment] * value
             no_model_score = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]
             reward_failed = r.problem and s.reward_errors != "zero"
-            if no_model_score or reward_failed or r.finish_reason == "error":
-                r.score = math.nan
+            score = sum(summands)
+            if not summands or no_model_score or reward_failed or r.finish_reason == "error":
+                score = math.nan
             if r.row.get("answer") is not None:
                 r.answered = extract_answer(content(r.completion)) is not None
-            remainder = r.score - sum(token_rewards.values())
-            only_rounding = abs(remainder) < 1e-9               # False for NaN, which a token has to keep
-            if not (token_rewards and only_rounding):
-                token_rewards[len(r.logprobs) - 1] += remainder
             r.rewards = dict(token_rewards)
+            r.score = score                                     # the last token gets the remainder
         return sources
 
     def _score_ended(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one.
         columns = columns_of([rollout], self.settings) | {"environments": [environment]}
         for reward in self.episode_rewards:
-            [result] = score_completions(reward, columns, reward_errors=self.settings.reward_errors)
-            self._add(rollout, result)
+            rollout.results += score_completions(reward, columns, reward_errors=self.settings.reward_errors)
 
     def _add(self, r, result):
-        # Adds what a source gave to a rollout's parts and to its score.
+        # Adds what a source gave to a rollout's parts, and returns what this adds to its score, as a list.
         parts, steps, logged, problem = result
         if steps and self.player.make:
             raise InputError(f"reward {', '.join(parts)} scores characters of a completion, but an episode "
@@ -537,13 +537,13 @@ class Scorer:
                              f"{', '.join(twice)}")
         r.parts = r.parts | parts
         r.extra = r.extra | logged
-        summands = [r.score]                    # NaN as long as no source has given anything
+        summands = []
         for name, value in counted(parts).items():
-            summands.append(self.weights[name] * value)
+            if not math.isnan(value):
+                summands.append(self.weights[name] * value)
             if self.weights[name]:
                 r.problem = r.problem or problem
-        numbers = [value for value in summands if not math.isnan(value)]
-        r.score = sum(numbers) if numbers else math.nan
+        return summands
 
 
 def agent_scores(environments):

@@ -47,7 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from configurator import InputError
+from configurator import InputError, reading
 from runtime import distributed
 from runtime.checkpoint import json_text
 from runtime.model_folder import load_tokenizer, model_class
@@ -91,12 +91,13 @@ class Rollout:
     row: dict = None         # the row of the data set that it answers
     completion: object = ""  # the text after the prompt and before a stop string, or messages if the prompt
                              # consists of messages
-    score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
     answered: object = None  # whether it has a final answer; None if its row has no `answer` to compare with,
                              # or if nobody scored it
     rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
+    results: list = field(default_factory=list) # what rewards that read its environment gave, before it is
+                                                # scored: rewards.Result
     counts: dict = field(default_factory=dict)  # an episode's tool calls, failures and environment time
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
@@ -123,6 +124,21 @@ class Rollout:
         """
         self.kept_ids = np.concatenate(sets)
         self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
+
+    @property
+    def score(self):
+        """The sum of its rewards, or NaN if it was not scored. If it is set, the last token gets the
+        difference."""
+        return sum(self.rewards.values()) if self.rewards else math.nan
+
+    @score.setter
+    def score(self, score):
+        last = len(self.logprobs) - 1
+        difference = score - self.score
+        if math.isnan(self.score):
+            self.rewards = {last: score}
+        elif not abs(difference) < 1e-9:        # less is rounding; NaN is a difference
+            self.rewards = self.rewards | {last: self.rewards.get(last, 0.0) + difference}
 
     @property
     def prompt_ids(self):
@@ -238,7 +254,7 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     """Return the engine of a script's settings, with a model from a folder or hub id.
 
     max_length: how many tokens the longest sequence has. eos_ids: the tokens that end an answer. apart:
-    whether no trainer uses this engine's device. Raises InputError if the engine cannot run the model.
+    whether no trainer uses this engine's device.
     """
     kind = engine_class(settings.engine)
     try:
@@ -246,8 +262,8 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
             model, dtype, max_length, eos_ids, settings.vllm_gpu_memory_utilization,
             getattr(settings, "vllm_tensor_parallel_size", 1), apart, getattr(settings, "in_flight", False))
     except Exception as error:
-        raise InputError(f"engine={kind.name} cannot run {model}, the other engine may: "
-                         f"{error!r:.300}") from error
+        error.add_note(f"engine={kind.name} cannot run {model}, the other engine may\n")
+        raise
     engine.dtype = dtype
     if settings.stop:
         engine.stop = stop_strings(settings.stop)
@@ -771,7 +787,8 @@ class HFEngine(Engine):
         attention = None                                        # transformers chooses
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             attention = "eager"                                 # PyTorch's own leaves out Gemma 2's softcap
-        network = model_class(config).from_pretrained(model, dtype=dtype, attn_implementation=attention)
+        with reading(f"model={model}: its weights"):
+            network = model_class(config).from_pretrained(model, dtype=dtype, attn_implementation=attention)
         self.model = network.to(self.device).eval()
         head = self.model.get_output_embeddings()
         # It computes logits in float32, as the trainer does, and only of the last position.

@@ -206,7 +206,8 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     lens = lengths[my_share].tolist()
     kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                    # [C]
     # The score of a single answer is the reward of its last token; turns and steps have their own.
-    token_reward = losses.token_rewards([rollouts[s].rewards for s in my_share], kl, kl_coef, lens)     # [C]
+    token_reward = losses.token_rewards(
+        scores[my_share], [rollouts[s].rewards for s in my_share], kl, kl_coef, lens)   # [C]
     # Each row of an agent's episode has a GAE of its own, which ends with what the later rows earn.
     row_lens = [rollouts[s].row_lengths for s in my_share]
     row_reward = losses.with_later_rows(token_reward, row_lens)                         # [C]

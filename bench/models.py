@@ -213,8 +213,11 @@ def outcome(family, engine, dtype="auto", path=""):
     if problem := re.search(r"RuntimeError: (engine and trainer logprobs differ by \S+ on average"
                             r"|the sync of version 1 has failed: [^,]+, the engine got \d+)", said):
         return None, notes, f"stopped: {problem[1]}"
-    last = [line for line in said.splitlines() if line.strip()][-1]
-    said = re.sub(r"^train_\w+\.py: ", "" if result.returncode == 2 else "FAILS: ", last)
+    *_, error, last = [line.removeprefix("[rank0]: ") for line in said.splitlines() if line.strip()]
+    if "does not run here" in last or "the other engine may" in last:       # a note below a traceback
+        said = f"{last}: {error}"
+    else:
+        said = re.sub(r"^train_\w+\.py: ", "" if result.returncode == 2 else "FAILS: ", last)
     return None, notes, said.replace(folder, family)[:400]
 
 

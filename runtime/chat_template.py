@@ -13,8 +13,7 @@ from copy import deepcopy
 from itertools import pairwise
 from os.path import commonprefix
 
-from configurator import InputError
-from runtime.model_folder import reading
+from configurator import InputError, reading
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from configurator import InputError
-from runtime.model_folder import located, model_class, read_config, reading
+from configurator import InputError, reading
+from runtime.model_folder import located, model_class, read_config
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast)
 from transformers.utils import cached_file, logging
 
-from configurator import InputError
+from configurator import InputError, reading
 
 # transformers' bars for every load and save would break up the run's own progress bar. It also warns of
 # missing weights, which are an error here.
@@ -43,16 +43,6 @@ FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor h
 # Two tokenizers that cut this in the same way are taken to be the same. </s> is for those of Llama's kind, of
 # which some put a space behind a special token.
 SAMPLE = "It's 1234 x 5 = 6,170.\n\n  Cafe\u0301, naïve\tABC 中文 <b>don't</b>!</s>hello"
-
-
-@contextlib.contextmanager
-def reading(what):
-    """Turn whatever a library raises over a damaged file into a ValueError: `what` cannot be read."""
-    try:
-        yield
-    except Exception as error:
-        raise InputError(f"{what} cannot be read: {type(error).__name__}: "
-                         + str(error).partition("\n")[0][:300]) from error
 
 
 def located(path):

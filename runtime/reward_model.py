@@ -12,9 +12,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from configurator import InputError
+from configurator import InputError, reading
 from runtime.chat_template import broken_up
-from runtime.model_folder import check_loaded, check_model, load_tokenizer, reading
+from runtime.model_folder import check_loaded, check_model, load_tokenizer
 
 
 class RewardModel:

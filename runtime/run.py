@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, overridden,
-                          printable)
+from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, is_of_library,
+                          overridden, printable, reading)
 from runtime import checkpoint, distributed, metrics
 from runtime.memory import forecast_note
 
@@ -74,14 +74,14 @@ def new_state(settings, clock):
 def read_state(resumed, state, settings, script):
     """Return state and arrays of a checkpoint, if a run with this state and these settings may resume it."""
     arrays = {}
-    try:
+    with input_errors(), reading(f"resume={resumed}: its state"):
         loaded = json.loads(Path(resumed, "trainer", "state.json").read_bytes())
-        unknown = sorted(loaded.keys() - state.keys())
-        before = loaded["settings"]
         if os.path.exists(f"{resumed}/trainer/arrays.safetensors"):
             arrays = load_file(f"{resumed}/trainer/arrays.safetensors")
-    except Exception as error:              # over a damaged file libraries raise all kinds of errors
-        fail(f"resume={resumed}: its state cannot be read: {type(error).__name__}: {error!s:.300}")
+    whole = isinstance(loaded, dict) and isinstance(loaded.get("settings"), dict) and "step" in loaded
+    check(whole, f"resume={resumed}: its state cannot be read: it has no settings and no step")
+    before = loaded["settings"]
+    unknown = sorted(loaded.keys() - state.keys())
     check(not unknown, f"{resumed} holds {', '.join(unknown)}, which {os.path.basename(script)} would lose: "
                        "resume it with the script that wrote it, or name what it holds in Run(...)")
     for key in SAME:
@@ -163,7 +163,7 @@ class Run:
         self.script = script
         self.world_size = dist.get_world_size()
         check_run(settings, self.world_size)
-        with input_errors():
+        with input_errors(OSError):
             self.out_dir, self.resumed, clock = locate(settings, script)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
@@ -212,7 +212,7 @@ class Run:
         self.networks = networks
         opening_lines = opening(self, policy)
         self.state["settings"] = vars(self.settings)
-        with input_errors():
+        with input_errors(OSError):
             self.log = metrics.RunLog(
                 self.out_dir, self.script, vars(self.settings) | {"defaults": overridden}, self.state)
         self.log.say(opening_lines)
@@ -316,7 +316,7 @@ class Run:
         samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
         if self.settings.save_rollouts and log.master:
-            with log.timed("save_rollouts"), input_errors():
+            with log.timed("save_rollouts"), input_errors(OSError):
                 checkpoint.write_rollouts(self.out_dir, step, rollouts)
         seconds = time.perf_counter() - log.started
         if torch.cuda.is_available():
@@ -339,7 +339,7 @@ class Run:
             log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
             check_scored(rollouts, log, step)
             samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
-        with input_errors():
+        with input_errors(OSError):
             log.write(samples)
         log.show(rollouts if group_std else [], samples, seconds)
         log.start(self.state["step"])
@@ -364,12 +364,14 @@ class Run:
                     checkpoint.save_checkpoint(folder, self.networks, self.tokenizer, self.state,
                                                self.settings.keep_checkpoints, self.arrays)
                 except Exception as error:      # on a full disk libraries raise all kinds of errors
+                    if not is_of_library(error):
+                        raise
                     # Its text names a file, where the operation that failed has one.
                     fail(f"{folder} could not be saved, the older ones stand: {type(error).__name__}: "
                          f"{error!s:.300}")
             self.saved = step
         if step == self.settings.max_steps:
-            with input_errors():
+            with input_errors(OSError):
                 self.log.write()
 
     def end(self):

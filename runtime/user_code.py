@@ -94,7 +94,9 @@ def load_from(spec, key, kind, others=""):
     try:
         module = module_of(path) if is_file else importlib.import_module(place)
     except BaseException as error:
-        raise InputError(f"{key}: {place} raised {shown(error)}") from error
+        problem = InputError(f"{key}: {place} raised {shown(error)}")
+        problem.add_note(users_traceback(error))
+        raise problem from error
     target = getattr(module, name, None)
     try:
         inspect.signature(target)               # a builtin such as max or dict does not say what it takes
@@ -133,6 +135,16 @@ def shown(value):
     return f"{value!r:.100}"
 
 
+def users_traceback(error):
+    """Return the traceback of an error that code of the user's has raised, from the first line of this code
+    on."""
+    entry = error.__traceback__
+    above = "runtime.", "concurrent.", "importlib."             # this file, and what it calls the code by
+    while entry and entry.tb_frame.f_globals["__name__"].startswith(above):
+        entry = entry.tb_next
+    return "".join(traceback.format_exception(type(error), error, entry))
+
+
 def as_float(value):
     """Return a value that is not a text as a float. Raises InputError if float32 has no such number."""
     # float raises for an array of several numbers and for 10**400.
@@ -151,7 +163,7 @@ def logging_into(stores):
         for store, value in zip(stores, values):
             try:
                 store[str(name)] = as_float(value)
-            except ValueError:
+            except InputError:
                 store[str(name)] = value if isinstance(value, str) else shown(value)
 
     def log_metric(name, value):
@@ -193,7 +205,7 @@ def outcome(function, seconds=0):
     except BaseException as cause:
         error = Failed(f"raised {shown(cause)}")
         error.__cause__ = cause
-        error.add_note(traceback.format_exc())      # another process could not send the traceback otherwise
+        error.add_note(users_traceback(cause))      # another process could not send the traceback otherwise
     return value, error, time.perf_counter() - start
 
 

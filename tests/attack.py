@@ -4,7 +4,7 @@
     python tests/attack.py --only=rewards --jobs=4 # those with this word in "group: name"
     python tests/attack.py --every=8               # each eighth of them, as .ci/run does
 
-A refusal has the exit code 2, no traceback, and a last line with the words given here. Among the inputs stand
+A refusal has the exit code 2, no traceback of our code, and a last line with the words given here. Among the inputs stand
 unusual ones that are fine and have to run to their end. Nothing may hang, no code of a stranger may run, and
 no file outside a run's folder may change. Each case has a forked process (runs.py) and a folder of its own,
 which its arguments call {dir}. The exit code is 0 only if all is as expected.
@@ -987,13 +987,14 @@ class Trial:
         (kind, words), codes = self.case.expected, set(codes)
         stopped, victim = kind in ("later", "still") and codes == {1}, self.folder / "victim"
         end = ("stood still" in errors if kind == "still"
-               else re.search(rf"^(?:\[rank\d+\]: )?(?:Runtime|Value)Error: .*({words})", self.last))
+               else re.search(rf"^(?:\[rank\d+\]: )?(?:Runtime|Value|configurator.Input)Error: .*({words})", self.last))
         if None in codes:
             return "hung"
         problems = {
             "accepted": codes == {0} and kind not in ("runs", "either"),
             "stopped by something else": stopped and not end,
-            "a traceback": "Traceback" in log + errors and not stopped,
+            # A traceback of the user's own code is shown from its first line on.
+            "a traceback of ours": f'File "{ROOT}/' in log + errors and not stopped,
             "another exit code": not stopped and codes not in ({0}, {2}),
             "ran without a word": codes == {0} and kind == "runs" and not re.search(words, log + errors),
             "refused": codes == {2} and kind == "runs",

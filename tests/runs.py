@@ -251,7 +251,7 @@ def refused(arguments, message, tmp_path, script="train_grpo.py", ranks=1, loads
     """
     forbidden = [] if loads else ["models"]
     output = forked(tmp_path / "log", script, *arguments, ranks=ranks, code=2, forbidden=forbidden)
-    assert message in output.splitlines()[-1] and "Traceback" not in output, output
+    assert message in output.splitlines()[-1] and f'File "{ROOT}/' not in output, output
 
 
 def with_defaults(arguments, defaults):

@@ -171,6 +171,28 @@ def test_a_setting_that_is_state_is_said_to_be_ignored(folder, reward_file, tmp_
     assert output.count("is not read") == 1
 
 
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+def test_a_price_for_length_acts_the_same_wherever_it_is_taken_off(folder, reward_file, tmp_path, script):
+    scored = "        scorer(my_rollouts)                                     # sets r.score and r.rewards\n"
+    counted = "    lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens\n"
+    places = {
+        "nowhere": (scored, scored),
+        "scores": (counted, counted + "    scores = scores - 0.125 * lengths\n"),
+        "score": (scored, scored + "        for r in my_rollouts: r.score -= 0.125 * len(r.logprobs)\n"),
+        "rewards": (scored, scored + "        for r in my_rollouts: r.rewards[len(r.logprobs) - 1] -= 0.125 * len(r.logprobs)\n")}
+    weights = {}
+    for name, change in places.items():
+        arguments = small(folder, reward_file, "--max_steps=2", f"--out_dir={tmp_path}/{name}")
+        if script == "train_ppo.py":
+            arguments.append("--critic_warmup_steps=0")
+        forked(tmp_path / "log", changed(tmp_path, change, script=script), *arguments)
+        weights[name] = load_file(tmp_path / name / "checkpoint-2" / "model.safetensors")
+    for key, weight in weights["scores"].items():
+        for name in ("score", "rewards"):
+            assert np.array_equal(weights[name][key], weight), (name, key)
+    assert not all(np.array_equal(weights["nowhere"][key], weight) for key, weight in weights["scores"].items())
+
+
 def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, tmp_path):
     """The first step of Adam moves the weights by the rate of their group. What is frozen stays."""
     frozen = "    policy.hf.model.norm.weight.requires_grad_(False)\n"

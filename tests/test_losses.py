@@ -869,21 +869,30 @@ def slow_gae(rewards, values, gamma, lam):
     return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
+def sums(rewards):
+    """The score of each sequence, for its rewards."""
+    return torch.tensor([sum(own.values()) for own in rewards], dtype=torch.float64)
+
+
 def test_token_rewards():
     scores, lengths = [1.0, 2.0, -3.0, 0.5, math.nan], [3, 1, 0, 2, 2]     # the third said nothing at all
     kl = torch.randn(8, dtype=torch.float64)
     given = [{length - 1: score} if length else {} for score, length in zip(scores, lengths)]
-    got = losses.token_rewards(given, kl, 0.3, lengths).tolist()
+    got = losses.token_rewards(sums(given), given, kl, 0.3, lengths).tolist()
     expected, c = [], 0
     for score, length in zip(scores, lengths):
         for t in range(length):
             expected.append(-0.3 * kl[c].item() + (score if t == length - 1 else 0.0))
             c += 1
     assert got == pytest.approx(expected, nan_ok=True) and math.isnan(got[-1]) and not math.isnan(got[-2])
-    example = losses.token_rewards([{1: 1.0}, {0: 2.0}], torch.tensor([0.1, 0.2, 0.3]), 1.0, [2, 1])
-    assert example.tolist() == pytest.approx([-0.1, 0.8, 1.7])
-    several = losses.token_rewards([{0: 1.0, 2: 3.0}, {}, {1: 5.0}], torch.zeros(6), 1.0, [3, 1, 2])
-    assert several.tolist() == [1, 0, 3, 0, 0, 5] and several.dtype == torch.float32
+    example = losses.token_rewards(torch.tensor([1.0, 3.0]), [{1: 1.0}, {0: 2.0}], torch.tensor([0.1, 0.2, 0.3]), 1.0,
+                                   [2, 1])
+    assert example.tolist() == pytest.approx([-0.1, 0.8, 2.7])
+    given = [{0: 1.0, 2: 3.0}, {}, {1: 5.0}, {0: 1.0}]
+    several = losses.token_rewards(sums(given), given, torch.zeros(9), 1.0, [3, 1, 2, 3])
+    assert several.tolist() == [1, 0, 3, 0, 0, 5, 1, 0, 0] and several.dtype == torch.float32
+    priced = losses.token_rewards(sums(given) - 0.5, given, torch.zeros(9), 1.0, [3, 1, 2, 3])
+    assert priced.tolist() == [1, 0, 2.5, -0.5, 0, 4.5, 1, 0, -0.5]
 
 
 def test_whitening():
@@ -923,7 +932,7 @@ def test_turns_are_paid_at_their_last_token(gamma, lam):
     kl, values = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
     given = [{end - 1: reward for end, reward in zip(itertools.accumulate(lens), own)}
              for lens, own in zip(turns, paid)]
-    rewards = losses.token_rewards(given, kl, kl_coef, lengths)
+    rewards = losses.token_rewards(sums(given), given, kl, kl_coef, lengths)
     adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
     c, expected = 0, []
     for lens, rewards_of_turns in zip(turns, paid):
@@ -945,7 +954,7 @@ def test_each_row_of_an_episode_has_a_gae_that_ends_with_what_later_rows_earn(la
     paid = [{5: 2.0}, {3: -1.0}, {0: 0.5, 4: 1.0, 6: 3.0}, {2: math.nan}]
     lengths = [sum(row) for row in rows]
     kl, values = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
-    rewards = losses.token_rewards(paid, kl, kl_coef, lengths)
+    rewards = losses.token_rewards(sums(paid), paid, kl, kl_coef, lengths)
     before = rewards.clone()
     adv, ret = losses.gae(losses.with_later_rows(rewards, rows), values, sum(rows, []), 1.0, lam)
     expected, c = [], 0
@@ -990,7 +999,7 @@ def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_noth
 def test_a_rank_without_tokens(lengths):
     nothing = torch.empty(0)
     assert [len(x) for x in losses.gae(nothing, nothing, lengths, 1.0, 1.0)] == [0, 0]
-    assert len(losses.token_rewards([{}] * len(lengths), nothing, 1.0, lengths)) == 0
+    assert len(losses.token_rewards(torch.empty(len(lengths)), [{}] * len(lengths), nothing, 1.0, lengths)) == 0
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])

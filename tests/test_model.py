@@ -501,7 +501,8 @@ def test_the_value_of_a_turn_is_read_behind_the_observation_before_it(folder, me
              for row, own in zip(lists, paid)]
     flat = lambda tensors: torch.cat([tensors[s] for s in range(6)])
     lengths = [len(values[s]) for s in range(6)]
-    rewards = losses.token_rewards(given, flat(kl), 0.1, lengths)
+    scores = torch.tensor([sum(own) for own in paid])
+    rewards = losses.token_rewards(scores, given, flat(kl), 0.1, lengths)
     adv, ret = (x.split(lengths) for x in losses.gae(rewards, flat(values), lengths, 0.9, 0.8))
     for s, row in enumerate(lists):
         ids, places = torch.tensor(sum(row, [])), sampled_places(row)

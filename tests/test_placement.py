@@ -521,19 +521,19 @@ def test_staleness_counts_tokens():
 
 def test_rollouts_come_back_from_arrays(tmp_path):
     row = [3, {"prompt": "What now?"}]
-    some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", score=0.1, parts={"score": 0.1},
+    some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", rewards={4: 0.1}, parts={"score": 0.1},
                          problem="the reward took too long"),
             rollout_with(((0, 2),), 1, row=row, completion=[{"role": "assistant", "content": "\U0001f600"}],
                          rewards={0: 0.25}, counts={"calls": 1, "seconds": 0.5})]
     some[1].spans = np.array([[0, 1], [3, 4]], np.int32)
-    assert math.isnan(some[1].score)
+    assert some[1].score == 0.25
     save_file(as_arrays(some), tmp_path / "arrays.safetensors")
     found = from_arrays(load_file(tmp_path / "arrays.safetensors"))
     for ours, theirs in zip(found, some, strict=True):
         assert bits(ours) == bits(theirs) and ours.spans.tolist() == theirs.spans.tolist()
-        for key in ("versions", "counts", "row", "parts", "problem", "finish_reason", "completion"):
+        for key in ("versions", "counts", "row", "parts", "problem", "finish_reason", "completion", "score"):
             assert getattr(ours, key) == getattr(theirs, key)
-    assert [r.rewards for r in found] == [{}, {0: 0.25}]
+    assert [r.rewards for r in found] == [{4: 0.1}, {0: 0.25}]
     assert from_arrays({}) == from_arrays(as_arrays([])) == []
 
 

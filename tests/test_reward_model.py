@@ -18,6 +18,7 @@ import rewards
 from episodes import Player
 from tiny import pretrain
 from model import load_critic
+from rollout import Rollout
 from runtime.reward_model import RewardModel
 from runs import forked, load_rows, refused
 
@@ -192,9 +193,8 @@ def scorer_of(path):
 
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     scorer, rows = scorer_of(judge), ROWS[:3]
-    rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
-                                logprobs=[-1.0], finish_reason="stop", ids=np.array([5]), problem="",
-                                spans=np.array([[0, 1]]), sampled_by={0}) for row in rows]
+    rollouts = [Rollout(np.array([5]), np.array([[0, 1]]), np.array([-1.0]), "stop", np.array([[0, 0, 0]]), row,
+                        answer("12")) for row in rows]
     scorer.check_rewards(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)

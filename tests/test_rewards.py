@@ -23,6 +23,7 @@ from runs import load_rows
 import rewards
 from episodes import Player
 from losses import group_std
+from rollout import Rollout
 from runtime import reward_model, user_code
 from runtime.metrics import evaluation_metrics, part_means, rollout_metrics
 from runtime.user_code import UserProcess, load_from
@@ -68,10 +69,10 @@ def found(reward, rows, completions, *arguments, **more):
 
 def total(parts):
     """The score of a rollout with these parts, without weights."""
-    scored = SimpleNamespace(parts={}, extra={}, score=NAN, problem="")
+    scored = SimpleNamespace(parts={}, extra={}, problem="")
     nothing = SimpleNamespace(weights=rewards.part_weights(""), player=SimpleNamespace(make=None))
-    rewards.Scorer._add(nothing, scored, rewards.Result(parts))
-    return scored.score
+    summands = rewards.Scorer._add(nothing, scored, rewards.Result(parts))
+    return sum(summands) if summands else NAN
 
 
 def score(*arguments, **more):
@@ -431,9 +432,8 @@ TOKENIZER = pretrain.make_tokenizer()
 
 
 def rollout(row, completion, score=NAN, **parts):
-    return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
-                           extra={}, ids=np.array([5, 6]), spans=np.array([[1, 2]]), rewards={},
-                           logprobs=[-1.0], sampled_ids=[], problem="", sampled_by={3}, answered=None, counts={})
+    return Rollout(np.array([5, 6]), np.array([[1, 2]]), np.array([-1.0]), "stop", np.array([[0, 0, 1]]), row, completion,
+                   parts, rewards={0: score}, versions=((0, 3),))
 
 
 def prompts_of(rows):
@@ -458,7 +458,7 @@ def scorer(tmp_path, monkeypatch):
         def __call__(self, rollouts):
             """Scores rollouts as if they had no score."""
             for r in rollouts:
-                r.parts, r.problem, r.score = {}, "", NAN
+                r.parts, r.problem = {}, ""
             super().__call__(rollouts)
 
     def scorer(source="", **settings):
@@ -500,7 +500,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
               "[:len(completions)]")
     rollouts = [rollout(ROWS[0], text) for _ in range(5)]
     for r in rollouts:
-        r.sampled_ids, r.logprobs = ids, [-1.0] * len(ids)
+        r.ids, r.spans, r.logprobs = ids, np.array([[0, len(ids)]]), [-1.0] * len(ids)
     scores = scorer(source)
     scores.player.tokenizer = tokenizer
     scores(rollouts)

@@ -391,7 +391,8 @@ class Engine:
         """Queue a Request. Raises InputError if it may need more than max_length tokens."""
         longest = len(request.ids) + request.max_tokens
         if longest > self.max_length:
-            raise InputError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
+            raise InputError(f"a prompt and its completion of {longest} tokens: the engine was made for "
+                             f"{self.max_length}, which is max_prompt_length + max_completion_length")
         self.added.append(request)
         self.total += 1
         self.versions[request.name] = {0: self.version}

@@ -67,7 +67,7 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, rein
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
                                 # each score, and k1_advantage from each token's advantage (on-policy
-                                # distillation); see losses.kl_penalty
+                                # distillation); k3+ is k3 with the gradient of k2; see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -127,8 +127,8 @@ with input_errors():                                            # an InputError 
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)
-# sample(prompts, G, names) returns rollouts, whose seeds come from the names. After a Ctrl-C it saves the
-# state with which the step began, and ends the run. A second Ctrl-C ends the run at once.
+# sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names. If a
+# signal such as Ctrl-C has come, it saves the state with which the step began, and ends the run.
 sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -245,8 +245,8 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)
+    with log.timed("sync"):                                     # vLLM, which slept during the update, wakes
+        rollout_engine.update_weights(policy, step + 1)         # step + 1 is the version of these weights
 
     # ------------------------------------------------------------ 7 log
     run.end_step(sampled, losses.group_std)                     # writes figures, with group_std, and samples

@@ -66,7 +66,7 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, rein
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
                                 # each score, and k1_advantage from each token's advantage (on-policy
-                                # distillation); see losses.kl_penalty
+                                # distillation); k3+ is k3 with the gradient of k2; see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -126,8 +126,8 @@ with input_errors():                                            # an InputError 
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)
-# sample(prompts, G, names) returns rollouts, whose seeds come from the names. After a Ctrl-C it saves the
-# state with which the step began, and ends the run. A second Ctrl-C ends the run at once.
+# sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names. If a
+# signal such as Ctrl-C has come, it saves the state with which the step began, and ends the run.
 sample = rollout.Sampler(player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
@@ -136,26 +136,26 @@ sample = rollout.Sampler(player, rollout_engine)
 #     r.ids        all its tokens: of the prompt, sampled ones, and those that an environment has inserted
 #     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
 #     r.row        the record of the data set that it answers, a dict with prompt, answer and other columns
-#     r.score      the sum that the rewards gave it; NaN if it was not scored
-#     r.rewards    {t: the part of the score that its t-th sampled token earned}, often {len - 1: r.score}
+#     r.rewards    {t: the reward of its t-th sampled token}, often only that of the last one
+#     r.score      their sum, or NaN if it was not scored; if you set it, the last token gets the difference
 #
 # Values have three forms:
 #     [N]          a tensor with a value for each rollout, as scores and lengths
 #     {s: [len]}   a dict with a tensor for each rollout, which has an entry for each of its sampled tokens;
 #                  the name of such a dict is plural, as in old_logps
 #     [C]          a tensor for a micro-batch of C sampled tokens, those of one rollout after the other; the
-#                  name is singular, as in old_logp (packing.py packs the rollouts into one sequence)
-# If a batch has the rollouts 0 and 1, with two sampled tokens each, then C is 4, and
+#                  name is singular, as in old_logp (packing.py makes the micro-batches)
+# In a batch of the rollouts 0 and 1, each one sequence with two sampled tokens, C is 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]
 #     batch.flat([x, y, z])               returns [x, x, y, y]; N is 3, and z is of a rollout in another batch
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
-#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each rollout
+#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each sequence
 #     batch.sequence_lengths()            returns [2, 2, 2, 2]
 #
 # FSDP communicates in each forward and backward pass, so all ranks must make equally many. A rank with fewer
-# micro-batches than another gets empty ones, in which C is 0. In a sequence_group the forward pass sends all
-# logprobs to one rank, which computes the loss. On the others C and the loss are 0, and the backward pass
-# sends them the gradients of the logprobs that they computed.
+# micro-batches than another gets empty ones, in which C is 0. A sequence_group computes each micro-batch
+# together, and the rank whose rollouts it has gets all logprobs. On the others C and the loss are 0, and the
+# backward pass sends them the gradients of the logprobs that they computed.
 # log.metrics takes figures that all ranks agree on; log.add sums or averages over micro-batches and ranks.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
@@ -209,7 +209,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         old_logps = None                                        # pi_old is the policy: old_logp is logp
 
     # ------------------------------------------------------------ 5 update
-    with log.timed("update_actor"):
+    with log.timed("update_actor"):                             # set_rates returns {"learning_rate": rate}
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
@@ -247,8 +247,8 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)
+    with log.timed("sync"):                                     # vLLM, which slept during the update, wakes
+        rollout_engine.update_weights(policy, step + 1)         # step + 1 is the version of these weights
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

@@ -83,7 +83,7 @@ rank, world_size, device, mesh, sequence_group = distributed.set_up(
 # Run checks the settings and opens the run's folder, which gets a copy of this file. run.resumed is the
 # checkpoint that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the
 # training rows drawn so far; "clock" is when the run began, which chat templates print as the date.
-run = Run(settings, __file__, critic=True)
+run = Run(settings, __file__, critic=True)                      # no other script can resume this run.state
 B = prompts_per_step // world_size                              # prompts per rank
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
@@ -118,8 +118,8 @@ critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 # The critic and its optimizer are saved as well, in the subfolder critic.
 log = run.begin(policy, optimizer, rollout_engine, critic=(critic, critic_optimizer))
-# sample(prompts, G, names) returns rollouts, whose seeds come from the names. After a Ctrl-C it saves the
-# state with which the step began, and ends the run. A second Ctrl-C ends the run at once.
+# sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names. If a
+# signal such as Ctrl-C has come, it saves the state with which the step began, and ends the run.
 sample = rollout.Sampler(player, rollout_engine)
 
 
@@ -176,6 +176,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
 
     # ------------------------------------------------------------ 3 split into updates; old logprobs, values
+    # This comes before the advantages, unlike in train_grpo.py, because GAE needs the values.
     draw = random.Random(f"{seed} {step}")
     updates = []                                                                        # lists of s
     for _ in range(num_epochs):
@@ -263,8 +264,8 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)
+    with log.timed("sync"):                                     # vLLM, which slept during the update, wakes
+        rollout_engine.update_weights(policy, step + 1)         # step + 1 is the version of these weights
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

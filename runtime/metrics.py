@@ -269,7 +269,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 2 and gap.isfinite().all()):
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
-            f"or by {log_ratio.mean():+.2g} with their sign, over half of it. "
+            f"or by {log_ratio.mean():+.2g} with their sign, over half of it. Maybe the engine has not got "
+            "these weights, or samples with other settings, or one side ignores left padding. "
             f"The worst tokens here:\n{worst_tokens(rollouts, logps, difference.abs(), tokenizer)}")
     metrics = {
         "sampling_logp_difference/mean": gap.mean(),

@@ -119,7 +119,8 @@ def accepted(function, columns, name, by_name={}):
         elif p.name in offered:
             arguments[p.name] = offered[p.name]
         elif p.default is p.empty and p.kind != p.VAR_POSITIONAL:
-            raise InputError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}")
+            hint = ": --answer_column=... names the one that holds it" if p.name == "answer" else ""
+            raise InputError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}{hint}")
     return arguments
 
 

@@ -91,7 +91,7 @@ def keep_rollouts():
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
                 for r in rollouts:
                     as_lists = {key: value.tolist() for key, value in vars(r).items() if hasattr(value, "tolist")}
-                    as_lists["rewards"] = [*r.rewards.items()]
+                    as_lists |= {"rewards": [*r.rewards.items()], "score": r.score}
                     file.write(json.dumps(vars(r) | as_lists, default=str) + "\n")
             if isinstance(script.get("sampled"), list):
                 with open(f"{folder}/scores-{script['step']}.json", "w") as file:

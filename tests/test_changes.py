@@ -91,7 +91,7 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     kept = lambda step, run="run": from_arrays(load_file(
         tmp_path / f"{run}/checkpoint-{step}/trainer/arrays.safetensors"))
     # What step 2 has sampled, and step 1.
-    rows = [vars(r) for r in kept(3) + kept(2)]
+    rows = [vars(r) | {"score": r.score} for r in kept(3) + kept(2)]
     assert [{v for _, v in row["versions"]} for row in rows] == [{2}] * 16 + [{1}] * 16
     model = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/run/checkpoint-2")
     loss, norm = slow_step(model, rows, of_groups(rows))
@@ -110,7 +110,8 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     forked(tmp_path / "log", script, *arguments, "--engine_correction=token_truncate",
            "--old_logprobs=trainer", "--correction_cap=1.01", f"--out_dir={tmp_path}/weighed")
     policy, line = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/weighed/checkpoint-2"), lines(tmp_path / "weighed")[2]
-    rows, weights = [vars(r) for r in kept(3, "weighed") + kept(2, "weighed")], []
+    rows = [vars(r) | {"score": r.score} for r in kept(3, "weighed") + kept(2, "weighed")]
+    weights = []
     with torch.no_grad():
         for row in rows:
             weights.append((logprobs(policy, row) - torch.tensor(row["logprobs"])).exp().clamp(max=1.01))
@@ -571,7 +572,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     script = changed(tmp_path, ("log.evaluate(eval_set, eval_samples, sample, scorer)",
                                 "log.evaluate(eval_set, eval_samples, sample, scorer, max_tokens=99)"))
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/cut", code=1)
-    assert re.search(r"a row of \d+ tokens: the engine was made for 76", output)
+    assert re.search(r"its completion of \d+ tokens: the engine was made for 76, which is max_prompt_length", output)
 
 
 # A third network, which learns the score from the prompt and what has been said.

@@ -553,7 +553,7 @@ def test_a_request_that_would_be_cut_is_refused(engine):
     longest = engine.max_length
     (r,) = engine.generate(requests([[65, 66]], 1, [0], longest - 2, 1.0))
     assert len(r.ids) <= longest
-    with pytest.raises(ValueError, match=f"a row of {longest + 1} tokens: the engine was made for {longest}"):
+    with pytest.raises(ValueError, match=f"of {longest + 1} tokens: the engine was made for {longest}"):
         engine.generate(requests([[65, 66]], 1, [0], longest - 1, 1.0))
 
 

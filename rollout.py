@@ -65,11 +65,6 @@ TIES = 4
 # model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
 PreTrainedModel.do_not_compile = True
 
-# In bfloat16 on an H100, cuDNN's attention of PyTorch 2.11 fails for some masks ("Expected
-# mha_graph.execute(...) to be true"), and plans anew for each shape. PyTorch's other kernels take its place.
-# To be removed once it computes what tests/test_cuda.py asks of it.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 
 @dataclass
 class Rollout:

@@ -11,6 +11,7 @@ import attention
 from configurator import InputError, input_errors, reading
 from model import load_policy
 from runs import forked, with_defaults
+from test_changes import changed, small
 from test_train_episodes import SMALL, TOOLS
 
 LINE = "    values = {}\n    return values['contents']\n"           # what raises
@@ -76,11 +77,18 @@ def test_a_mistake_of_ours_over_a_file_keeps_its_traceback():
         assert not isinstance(raised.value, InputError)
 
 
-def test_a_mistake_in_attention_keeps_its_traceback_and_names_the_model(monkeypatch, mesh):
+def test_a_mistake_in_attention_keeps_its_traceback_and_names_the_model(folder, monkeypatch, mesh):
     def edited(*arguments, **keywords):
         return no_such_name  # noqa: F821
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", edited)
     with pytest.raises(NameError, match="no_such_name") as raised:
-        load_policy("tiny", mesh, torch.float32)
-    assert raised.value.__notes__ == ["model=tiny: this kind of model does not run here"]
+        load_policy(folder, mesh, torch.float32)
+    assert raised.value.__notes__ == [f"model={folder}: this kind of model does not run here"]
+
+
+def test_an_optimizer_that_sharded_parameters_do_not_have_is_told_so(tmp_path):
+    script = changed(tmp_path, ("make_optimizer(policy, learning_rate, settings)",
+                                "torch.optim.Adafactor(policy.parameters(), lr=learning_rate)"))
+    output = forked(tmp_path / "log", script, *small("tiny", f"--out_dir={tmp_path}/run", "--max_steps=1"), code=1)
+    assert "has no such operation for parameters that FSDP2 has sharded" in output.splitlines()[-1]

@@ -33,6 +33,7 @@ FILE_KINDS = ".jsonl", ".json", ".parquet"
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")
+SOURCE_COLUMNS = ("source", "data_source", "dataset")
 # These columns, which other trainers read, have to be empty. A run reads text alone, and tools are a setting.
 UNREAD_COLUMNS = "image images video videos audio audios tools chat_template_kwargs".split()
 MESSAGE_ROLES = "system developer user assistant tool".split()
@@ -141,7 +142,7 @@ def split_rows(s, split):
     if split == "eval":
         path = s.eval_file or path
     # With an environment rows need no prompt, because its reset may give one.
-    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
+    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment), s.prompt_format)
     if s.eval_file:
         return rows
     if not rows.split_places[split]:
@@ -152,24 +153,33 @@ def split_rows(s, split):
 
 
 @functools.lru_cache(maxsize=1)
-def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False):
+def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False, prompt_format=""):
     # Returns all Rows of the files that a setting names. They are read once for both splits.
     answer_columns = [answer_column] if answer_column else ANSWER_COLUMNS
     packed = []
     columns = {}
+    names = set()                                               # of the columns that prompt_format may name
     split_places = {"train": [], "eval": []}
     unanswered = []                                             # the places of rows without an answer
-    for file, source in files_of(paths):
-        for name, row in read_rows(file):
-            with naming(name):
-                row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
-            if answer is None:
-                unanswered.append(len(packed))
-            # A row without a prompt is told from others by all of it.
-            text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
-            split_places["eval" if held_out(text) else "train"].append(len(packed))
-            packed.append(pickle.dumps((name, row)))
-            columns |= dict.fromkeys(row)
+    if prompt_format:
+        if prompt_column:
+            raise InputError(f"prompt_column={prompt_column}: prompt_format takes its place")
+        prompt_column = "prompt"
+        # They are read once more before, because a row may lack a column that others have.
+        for _, row, _ in all_rows(paths):
+            names |= row.keys()
+    for name, row, source in all_rows(paths):
+        with naming(name):
+            if prompt_format:
+                row = filled_in(prompt_format, names, row)
+            row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
+        if answer is None:
+            unanswered.append(len(packed))
+        # A row without a prompt is told from others by all of it.
+        text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
+        split_places["eval" if held_out(text) else "train"].append(len(packed))
+        packed.append(pickle.dumps((name, row)))
+        columns |= dict.fromkeys(row)
     if not packed:
         raise InputError(f"{paths}: no rows")
     rows = Rows(packed, columns, split_places)
@@ -178,6 +188,40 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
         raise InputError(f"{name}: no answer in {' or '.join(answer_columns)}; the columns are "
                          f"{', '.join(row)}: --answer_column=...")
     return rows
+
+
+def all_rows(paths):
+    # Yields the rows of the files as triples: a name, a dict, and the source that the setting names, or None.
+    for file, source in files_of(paths):
+        for name, row in read_rows(file):
+            with naming(name):
+                if isinstance(row, bytes):                      # a line of JSON
+                    row = json.loads(row)
+                if not isinstance(row, dict):
+                    raise InputError("not an object")
+            yield name, row, source
+
+
+def filled_in(prompt_format, columns, row):
+    # Returns a row whose prompt is prompt_format with values in the place of {column}. The values of a list
+    # stand in lines of their own.
+    def text_of(match):
+        if match[1] not in columns:
+            return match[0]
+        value = row.get(match[1])
+        if isinstance(value, list):
+            value = "\n".join(map(str, value))
+        if value in (None, ""):
+            return "\0"                                         # marks the place of nothing
+        return str(value)
+
+    text = re.sub("{([^{}]+)}", text_of, prompt_format.replace("\\n", "\n"))
+    # A line that has become empty is left out, with the empty lines before it.
+    text = re.sub(r"(?m)\n*^[ \0]*\0 *$", "", text)
+    row = row | {"prompt": text.replace("\0", "").lstrip("\n")}
+    if "{system}" in prompt_format:
+        row["system"] = None                                    # the prompt has it already
+    return row
 
 
 @contextlib.contextmanager
@@ -190,13 +234,8 @@ def naming(name):
 
 
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
-    # Returns a row, which may be a line of JSON, with the columns prompt, answer and source; and its answer,
-    # or None. The columns answer and source stay as they are if nothing is found for them. source: that of
-    # all rows of the file, or None.
-    if isinstance(row, bytes):
-        row = json.loads(row)
-    if not isinstance(row, dict):
-        raise InputError("not an object")
+    # Returns a row with the columns prompt, answer and source; and its answer, or None. The columns answer and
+    # source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
     for column in UNREAD_COLUMNS:
         if row.get(column):
             raise InputError(f"{column} holds something, but a run reads text alone, and tools and "
@@ -528,7 +567,23 @@ def load_prompts(tokenizer, settings, tools=None):
     train_set, fitting, train_note = load_split(tokenizer, settings, "train", tools)
     _, eval_set, eval_note = load_split(tokenizer, settings, "eval", tools)
     return train_set, eval_set, (f"The run trains on {train_note} and is evaluated on {eval_note}.\n"
-                                 f"{shown_prompt(tokenizer, fitting[0])}")
+                                 f"{unread_columns(train_set)}{shown_prompt(tokenizer, fitting[0])}")
+
+
+def unread_columns(prompts):
+    """Return a line that lists the columns of a file's rows which no model reads or learns, or "" if there are
+    none. prompts: the Prompts of a split."""
+    s = prompts.s
+    _, row = prompts.rows[0]
+    read = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *SOURCE_COLUMNS, *UNREAD_COLUMNS, "reward_model", "completion",
+            s.prompt_column, s.answer_column}
+    if not isinstance(row["prompt"], str):                      # a string has no system message
+        read.add("system")
+    unread = [column for column in row if column not in read and f"{{{column}}}" not in s.prompt_format]
+    if s.task != "file" or not unread:
+        return ""
+    return (f"The model does not read the columns {', '.join(unread)}; rewards may (--prompt_format puts "
+            "columns into the prompt).\n")
 
 
 def shown_prompt(tokenizer, prompt):

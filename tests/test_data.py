@@ -316,6 +316,48 @@ def test_columns_that_settings_name(tmp_path):
             read(path, **settings)
 
 
+@pytest.mark.parametrize("prompt_format, prompts", [
+    (r"{instruction}\n{input}", ["Add.\n1+1", "Name one.", "Name two."]),
+    (r"{instruction}\n\nInput: {input}\n\n{n}", ["Add.\n\nInput: 1+1\n\n0", "Name one.\n\nInput: \n\n1", "Name two.\n\nInput: "]),
+    (r"{input}\n\n{instruction}\n\n{input} \nEnd\n", ["1+1\n\nAdd.\n\n1+1 \nEnd\n", "Name one.\nEnd\n", "Name two.\nEnd\n"]),
+    # Braces around anything else stay, as do those in a value.
+    (r"\boxed{} {a} \frac{1}{2} {{n}} {in put}{options}",
+     [r"\boxed{} {a} \frac{1}{2} {0} y", r"\boxed{} {a} \frac{1}{2} {1} " + "a\n{n}", r"\boxed{} {a} \frac{1}{2} {} "])])
+def test_a_prompt_of_several_columns(tmp_path, prompt_format, prompts):
+    path = write(tmp_path / "rows.jsonl", {"instruction": "Add.", "input": "1+1", "n": 0, "in put": "y"},
+                 {"instruction": "Name one.", "input": "", "n": 1, "options": ["a", "{n}"]},
+                 {"instruction": "Name two.", "input": None, "options": []})
+    assert [prompt for prompt, _ in read(path, prompt_format=prompt_format, chat=False)] == prompts
+    assert [prompt for prompt, _ in read(path, prompt_format=prompt_format)] == [
+        [{"role": "user", "content": prompt}] for prompt in prompts]
+
+
+def test_a_format_of_prompts_and_a_system_message(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"system": "Add.", "prompt": "1+1", "context": ["x"], "answer": "2"})
+    told = {"role": "system", "content": "Add."}
+    assert read(path, prompt_format="{prompt}?") == [([told, ASKED], "2")]
+    assert read(path, prompt_format="{system} {prompt}?") == [([{"role": "user", "content": "Add. 1+1?"}], "2")]
+    with pytest.raises(ValueError, match="prompt_column=prompt: prompt_format takes its place"):
+        read(path, prompt_format="{prompt}", prompt_column="prompt")
+    with pytest.raises(ValueError, match=f"^{path}:1: empty prompt"):
+        read(write(tmp_path / "rows.jsonl", {"input": "", "answer": "2"}), prompt_format="{input}")
+
+
+@pytest.mark.parametrize("settings, unread", [
+    ({}, "system, context, id"), ({"prompt_column": "prompt"}, "context, id"),
+    ({"prompt_format": "{context} {prompt}"}, "id"), ({"answer_column": "id", "prompt_format": "{context}{prompt}"}, ""),
+    ({"task": "algebra", "train_file": "", "eval_file": ""}, "")])
+def test_columns_that_no_model_reads_are_listed(load_prompts, tmp_path, settings, unread):
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1+1", "system": "Add.", "context": "x", "answer": "2", "id": 7,
+                                           "images": [], "data_source": "sums", "reward_model": {"ground_truth": "2"}})
+    data.file_rows.cache_clear()
+    note = load_prompts(**{"task": "file", "train_file": path, "eval_file": path} | settings)[2]
+    if unread:
+        assert f"\nThe model does not read the columns {unread}; rewards may (--prompt_format" in note
+    else:
+        assert "does not read" not in note
+
+
 ASKED = {"role": "user", "content": "1+1?"}
 SAID = {"from": "human", "value": "1+1?"}
 
@@ -1003,7 +1045,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "",
+            "environment": "", "prompt_column": "", "prompt_format": "", "answer_column": "", "system_prompt": "",
             "max_prompt_length": 24}
 
 

@@ -305,7 +305,7 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
         json.dumps({"opening": f"Game {i}?"}) + "\n" for i in range(40)) + '{"number": 3}\n')
     source = write(JUDGED)
     settings = SimpleNamespace(**SETTINGS | {
-        "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "prompt_column": "",
+        "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "prompt_column": "", "prompt_format": "",
         "answer_column": "", "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0,
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)

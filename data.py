@@ -34,8 +34,8 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "soluti
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")
 SOURCE_COLUMNS = ("source", "data_source", "dataset")
-# These columns, which other trainers read, have to be empty. A run reads text alone, and tools are a setting.
-UNREAD_COLUMNS = "image images video videos audio audios tools chat_template_kwargs".split()
+# These columns, which other trainers read, have to be empty: a run reads text alone.
+UNREAD_COLUMNS = "image images video videos audio audios chat_template_kwargs".split()
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
 ROLE_OF = {"human": "user", "observation": "tool",
@@ -162,8 +162,6 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
     split_places = {"train": [], "eval": []}
     unanswered = []                                             # the places of rows without an answer
     if prompt_format:
-        if prompt_column:
-            raise InputError(f"prompt_column={prompt_column}: prompt_format takes its place")
         prompt_column = "prompt"
         # They are read once more before, because a row may lack a column that others have.
         for _, row, _ in all_rows(paths):
@@ -238,13 +236,31 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
     # source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
     for column in UNREAD_COLUMNS:
         if row.get(column):
-            raise InputError(f"{column} holds something, but a run reads text alone, and tools and "
-                             "chat_template_kwargs are settings: leave out the row, or the column if the "
+            raise InputError(f"{column} holds something, but a run reads text alone, and "
+                             "chat_template_kwargs is a setting: leave out the row, or the column if the "
                              "text does without it; a column of another name goes to the reward as it is")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
     source = source or row.get("source") or row.get("data_source")
+    if "tools" in row:
+        row = row | {"tools": tools_of(row["tools"])}
     return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
+
+
+def tools_of(value):
+    # Returns a row's tools as JSON schemas in OpenAI's form. value: a list of these or of functions alone, or
+    # nothing. The list and its entries may be JSON texts.
+    if not isinstance(value, str):
+        value = json.dumps(value)
+    tools = []
+    # Arrow gives each tool the parameters of all others, as null.
+    for tool in json.loads(value.strip() or "[]", object_hook=without_null) or ():
+        if isinstance(tool, str):
+            tool = json.loads(tool)
+        if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
+            raise InputError(f"tools must be a list of functions with names, not {value:.100}")
+        tools.append({"type": "function", "function": tool.get("function", tool)})
+    return tools
 
 
 def prompt_of(row, prompt_column, chat, optional):
@@ -440,10 +456,11 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
-    schemas for the template. Raises InputError for messages without a template or with one that fails, and
+    schemas for the template, for rows that have none of their own. Raises InputError for messages without a template or with one that fails, and
     for a string with a system prompt.
     """
-    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in rows]
+    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, row.get("tools") or tools)
+             for name, row in rows]
     if not texts:
         return []
     # All at once, which is faster. A template writes the special tokens itself.
@@ -531,7 +548,8 @@ class Prompts:
     def check(self):
         """Raise InputError now, and not after hours, for a row that an environment or the template refuses.
 
-        Of the rows whose messages have the same roles, and calls in the same places, the first is tried.
+        Of the rows whose messages have the same roles, and calls in the same places, the first is tried, and
+        the first of those that have tools.
         """
         s = self.s
         template = str(self.tokenizer.chat_template)
@@ -539,15 +557,19 @@ class Prompts:
         for name, row in self.rows:
             prompt = row["prompt"]
             messages = [] if isinstance(prompt, str) else prompt
-            kind = tuple((message["role"], "tool_calls" in message) for message in messages)
+            tools = row.get("tools")
+            kind = bool(tools), *((message["role"], "tool_calls" in message) for message in messages)
             if kind in tried:
                 continue
             tried.add(kind)
             # What replies to the model would have no place in other prompts.
-            if (s.environment or s.tools) and (not messages or messages[-1]["role"] == "assistant"):
+            if (s.environment or s.tools) and (tools or not messages or messages[-1]["role"] == "assistant"):
                 raise InputError(f"{name}: an environment and tools need prompts that are lists of messages, "
-                                 "the last one not the assistant's")
-            text = as_text(self.tokenizer, name, prompt, s.chat, s.system_prompt, self.tools)
+                                 "the last one not the assistant's, and rows without tools")
+            render = functools.partial(as_text, self.tokenizer, name, prompt, s.chat, s.system_prompt)
+            text = render(tools or self.tools)
+            if tools and text == render(None):
+                raise InputError(f"{name}: a row's tools need messages and a chat template with a place for them")
             for message in [{"role": "system", "content": s.system_prompt}, *messages]:
                 left_out = message["content"].strip() not in text
                 # A template may shorten an earlier answer and rewrite what a tool has returned, but it has to

@@ -67,7 +67,7 @@ def examples_of(row, player):
         return [Rollout.single(encoded.ids, ids, [0.0] * len(ids), "stop")]
     prompt = player.messages(prompt)                            # with the system prompt
     messages = [*prompt, *answer]
-    render = partial(tokenizer.apply_chat_template, tools=player.tools, tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or player.tools, tokenize=False)
     examples = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or number < len(prompt) and not whole:

@@ -218,8 +218,9 @@ CONTENT = "and a content, a string or a list of text blocks"
     ({"prompt": "What is in <image>?", "images": ["a.png"]}, "images holds something, but a run reads text alone"),
     ({"prompt": "What is in it?", "image": {"path": "a.png"}}, "image holds something"),
     ({"prompt": "What is in it?", "videos": "a.mp4"}, "videos holds something"),
-    ({"prompt": "Add 1 and 1.", "tools": [{"type": "function", "function": {"name": "add"}}]}, "tools holds something"),
-    ({"prompt": "Add 1 and 1.", "tools": '[{"name": "add"}]'}, "tools holds something"),
+    *(({"prompt": "1+1?", "tools": tools}, "tools must be a list of functions with names, not ")
+      for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"])),
+    *(({"prompt": "1+1?", "tools": tools}, "Expecting value") for tools in ("add", ["add"], {"name": "add"})),
     ({"prompt": "1+1?", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs holds something"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
@@ -337,8 +338,8 @@ def test_a_format_of_prompts_and_a_system_message(tmp_path):
     told = {"role": "system", "content": "Add."}
     assert read(path, prompt_format="{prompt}?") == [([told, ASKED], "2")]
     assert read(path, prompt_format="{system} {prompt}?") == [([{"role": "user", "content": "Add. 1+1?"}], "2")]
-    with pytest.raises(ValueError, match="prompt_column=prompt: prompt_format takes its place"):
-        read(path, prompt_format="{prompt}", prompt_column="prompt")
+    # It takes the place of a column.
+    assert read(path, prompt_format="{prompt}?", prompt_column="answer") == [([told, ASKED], "2")]
     with pytest.raises(ValueError, match=f"^{path}:1: empty prompt"):
         read(write(tmp_path / "rows.jsonl", {"input": "", "answer": "2"}), prompt_format="{input}")
 
@@ -443,6 +444,55 @@ def test_a_message_without_a_text_is_empty():
 def test_columns_of_pictures_may_be_empty(tmp_path):
     path = write(tmp_path / "rows.jsonl", GOOD | {"images": [], "image": None, "videos": []})
     assert read(path) == [("1+1?", "2")]
+
+
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+SCHEMA = {"type": "function", "function": ADD}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("tools, expected", [
+    # Schemas, and functions alone as in xLAM's rows; lists, and texts of lists, of all and of each of them
+    *((form(value), [SCHEMA]) for value in (SCHEMA, ADD, SCHEMA | {"strict": True})
+      for form in (lambda x: [x], lambda x: json.dumps([x]), lambda x: [json.dumps(x)])),
+    (None, []), ([], []), ("[]", []), ("", []), (" \n", []), ("null", [])])
+def test_tools_of_a_row(tmp_path, kind, tools, expected):
+    rows = [{"prompt": [ASKED], "tools": tools}]
+    if isinstance(tools, list) and tools and isinstance(tools[0], dict):
+        other = copy.deepcopy(tools)
+        other[0].get("function", other[0])["parameters"]["properties"] = {"b": {"type": "string", "enum": ["x"]}}
+        rows.append({"prompt": [ASKED], "tools": other})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        as_parquet(path, rows)
+    else:
+        write(path, *rows)
+    data.file_rows.cache_clear()
+    found = [row for _, row in data.file_rows(str(path))]
+    assert found[0]["tools"] == expected
+    if found[1:]:
+        assert found[1]["tools"][0]["function"]["parameters"]["properties"] == {"b": {"type": "string", "enum": ["x"]}}
+
+
+def test_tools_of_a_row_go_through_the_template(load_prompts, tokenizer, tmp_path):
+    rows = [{"prompt": [ASKED], "tools": [ADD]}, {"prompt": [ASKED], "tools": []}, {"prompt": "1+1?", "tools": "[]"}]
+    settings = {"task": "file", "max_prompt_length": 200, "train_file": write(tmp_path / "rows.jsonl", *rows)}
+    settings["eval_file"] = settings["train_file"]
+    texts = [tokenizer.decode(prompt.ids) for prompt in load_prompts(**settings)[1]]
+    render = lambda tools: tokenizer.apply_chat_template([ASKED], tools=tools, tokenize=False, add_generation_prompt=True)
+    assert texts == [render([SCHEMA]), render(None), "1+1?"] and "add" in texts[0]
+    deaf = copy.deepcopy(tokenizer)
+    deaf.chat_template = QWEN3
+    needs = "a row's tools need messages and a chat template with a place for them"
+    alone = "an environment and tools need .* and rows without tools"
+    for changed, model, message in (({}, deaf, needs), ({"chat": False}, tokenizer, needs),
+                                    ({"environment": "game.py:Game"}, tokenizer, alone), ({"tools": "x.py:y"}, tokenizer, alone)):
+        with pytest.raises(ValueError, match=f"^{settings['train_file']}:1: {message}"):
+            data.load_prompts(model, SimpleNamespace(**SETTINGS | settings | changed))
+    # The first of a kind is tried, with and without tools.
+    path = write(tmp_path / "rows.jsonl", *rows[1:], {"prompt": "2+2?", "tools": [ADD]})
+    with pytest.raises(ValueError, match=f"^{path}:3: {needs}"):
+        load_prompts(**settings)
 
 
 def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_path):

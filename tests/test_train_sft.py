@@ -202,12 +202,12 @@ CASES = {
     "another beginning": (GOOD, "{{ messages | length }}" + DROPS, "rows.jsonl:1: the chat template does not say")}
 
 
-def load(folder, path, rows, template):
+def load(folder, path, rows, template="", **more):
     """What load_examples makes of a file of these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = SimpleNamespace(**{key: value for key, value in vars(config.shared).items() if key[0] != "_"})
     for key, value in {"task": "file", "train_file": str(path), "eval_file": str(path), "seed": 0,
-                       "max_prompt_length": 64, "max_completion_length": 64}.items():
+                       "max_prompt_length": 64, "max_completion_length": 64, **more}.items():
         setattr(settings, key, value)
     tokenizer = load_tokenizer(folder, settings=settings)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -227,6 +227,15 @@ def test_a_text_that_the_tokenizer_normalises_is_learned(folder, tmp_path, monke
     monkeypatch.setitem(globals(), "load_tokenizer", lambda *_, **__: tokenizer)
     _, _, [[r]] = load(folder, tmp_path / "rows.jsonl", [GOOD | {"completion": "cafe\u0301"}], "")
     assert tokenizer.decode(r.sampled_ids) == "caf\xe9<|end|>"
+
+
+def test_tools_of_a_row_are_read(folder, tmp_path):
+    tools = [{"name": "add", "parameters": {}}]
+    _, _, [turns] = load(folder, tmp_path / "rows.jsonl", [CALLS | {"tools": json.dumps(tools)}], max_prompt_length=999)
+    tokenizer = pretrain.make_tokenizer()
+    for r in turns:
+        assert tokenizer.decode(r.ids).startswith("<|system|>Tools: add")
+    assert len(turns) == 2
 
 
 def test_rows_that_are_too_long_are_left_out(folder, tmp_path):

@@ -38,7 +38,7 @@ SOURCE_COLUMNS = ("source", "data_source", "dataset")
 UNREAD_COLUMNS = "image images video videos audio audios chat_template_kwargs".split()
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
-ROLE_OF = {"human": "user", "observation": "tool",
+ROLE_OF = {"human": "user", "observation": "tool", "function": "tool",
            **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
 
 # ------------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def prompt_of(row, prompt_column, chat, optional):
     # Returns a row's prompt in the form that encode_rows takes: a string or messages.
     filled = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     column = prompt_column or (filled or PROMPT_COLUMNS)[0]
-    prompt = row.get(column)
+    prompt = messages_in(row.get(column))
     if prompt is None:
         if optional:
             return [{"role": "user", "content": ""}]
@@ -290,6 +290,13 @@ def prompt_of(row, prompt_column, chat, optional):
     return prompt
 
 
+def messages_in(value):
+    """Return a value of a row, or its messages if it is the JSON text of a list of them."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""", value):
+        return json.loads(value)
+    return value
+
+
 def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
     Arrow writes into every field that another message has. The arguments of a call may be a JSON string, and
@@ -299,11 +306,15 @@ def as_message(message):
         fields = json.loads(json.dumps(message, default=date_as_text), object_hook=without_null)
     if "from" in fields:                                        # ShareGPT's form
         fields = {"role": fields.pop("from"), "content": fields.pop("value", "")} | fields
+    if "reasoning" in fields:
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
     role = str(fields.get("role")).lower()
+    calls = fields.pop("function_call", [])                     # OpenAI's older form has a single one
     if role == "function_call":
         calls = json.loads(fields.pop("content"))
-        if not isinstance(calls, list):
-            calls = [calls]
+    if not isinstance(calls, list):
+        calls = [calls]
+    if calls:
         fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     for call in fields.get("tool_calls", []):
         fields.setdefault("content", "")
@@ -345,7 +356,9 @@ def answer_of(row, columns):
     if isinstance(row.get("reward_model"), dict):
         truths["reward_model.ground_truth"] = row["reward_model"].get("ground_truth")
     for column in columns:
-        truth = truths.get(column)
+        truth = messages_in(truths.get(column))
+        if isinstance(truth, list) and truth and isinstance(truth[-1], dict):
+            truth = as_message(truth[-1])["content"]            # what the last of the messages says
         values = truth
         if not isinstance(truth, list):
             values = [truth]

@@ -9,11 +9,15 @@ row the turns of a conversation share the tokens with which all of them begin.
     examples_of     those of a row
     answer_of       what the assistant says in a row
 """
+import math
 from functools import partial
 
 from configurator import InputError
 import data
 from rollout import Rollout
+
+# Fields of a message with which other trainers say that a turn is not learned, by 0 or false
+MARKS = "weight train training trainable loss loss_mask".split()
 
 
 def load_examples(player, split):
@@ -30,7 +34,7 @@ def load_examples(player, split):
     for name, row in prompts.rows:
         with data.naming(name):
             turns = examples_of(row, player)
-        if max(len(r.ids) for r in turns) <= s.max_prompt_length + s.max_completion_length:
+        if max((len(r.ids) for r in turns), default=math.inf) <= s.max_prompt_length + s.max_completion_length:
             examples.append(turns)
     if not examples:
         raise InputError(f"max_completion_length={s.max_completion_length}: each of {len(prompts.rows)} "
@@ -49,6 +53,9 @@ def examples_of(row, player):
     answer then follows it as it stands, with the first of the eos_ids, and of a whole conversation only the
     last answer is learned.
 
+    A turn that one of MARKS takes out is not learned, and a row of such turns has no examples. A row that
+    consists of a text alone is learned from its second token on.
+
     Raises InputError if answer_of does, and if the template leaves out a part of a turn or its end token, or
     changes what is before the turn.
     """
@@ -56,12 +63,18 @@ def examples_of(row, player):
     tokenizer = player.tokenizer
     prompt = row["prompt"]
     answer, whole = answer_of(row, s)
+    if not answer:
+        [encoded] = data.encode_rows(tokenizer, [("text", {"prompt": row[s.prompt_column]})])
+        ids = encoded.ids[1:] + player.eos_ids[:1]
+        return [Rollout.single(encoded.ids[:1], ids, [0.0] * len(ids), "stop")]
     if whole:
         if prompt[len(prompt) - len(answer) + 1:] != answer[:-1]:
             raise InputError(f"the prompt {prompt!r:.200} is not what comes before the last answer in the "
                              "row's messages: --prompt_column=messages takes it from there")
         answer = answer[-1:]
     if isinstance(prompt, str) or not s.chat or prompt[-1]["role"] == "assistant":
+        if not is_learned(answer[-1]):
+            return []
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
         ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + player.eos_ids[:1]
         return [Rollout.single(encoded.ids, ids, [0.0] * len(ids), "stop")]
@@ -71,6 +84,8 @@ def examples_of(row, player):
     examples = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or number < len(prompt) and not whole:
+            continue
+        if not is_learned(message):
             continue
         texts = [render(messages[:number], add_generation_prompt=True), render(messages[:number + 1])]
         before, after = tokenizer(texts, add_special_tokens=False).input_ids
@@ -94,17 +109,32 @@ def examples_of(row, player):
     return examples
 
 
+def is_learned(message):
+    # Returns whether none of MARKS says that the message is not learned.
+    return all(message.get(mark, 1) for mark in MARKS)
+
+
 def answer_of(row, s):
     """Return the messages in the column that holds a row's answer, and whether these are the row's whole
-    conversation, in which the row teaches all that the assistant says. Raises InputError without an
-    answer."""
-    for column in ("completion", "messages", "conversations", s.answer_column, "solution", "answer"):
-        answer = row.get(column)
-        if data.is_answer(answer):
+    conversation, in which the row teaches all that the assistant says. A row of nothing but a text has no
+    messages: it is learned as it is. Raises InputError without an answer."""
+    text = row.get(s.prompt_column)
+    columns = [s.prompt_column, "completion", "messages", "conversations"]
+    if "completion" not in row:                                 # a mere answer is no substitute for it
+        columns += [s.answer_column, "solution", "answer"]
+    for column in columns:
+        answer = data.messages_in(row.get(column))
+        if data.is_answer(answer) and answer != text:
             answer = [{"role": "assistant", "content": str(answer)}]
-        if isinstance(answer, list):
+        # The messages of a column `prompt` are no conversation with an answer at its end.
+        if isinstance(answer, list) and answer and column != "prompt":
             messages = [data.as_message(message) for message in answer]
+            whole = column in ("messages", "conversations", s.prompt_column)
+            if column == s.answer_column:
+                whole = messages[0]["role"] != "assistant"
             if messages[-1]["role"] == "assistant":
-                return messages, column in data.PROMPT_COLUMNS
+                return messages, whole
+    if isinstance(text, str) and s.prompt_column in ("text", s.answer_column):
+        return [], False
     raise InputError("there is nothing to learn: no messages end with the assistant's, and there is no "
                      f"completion, solution or answer; the columns are {', '.join(row)}")

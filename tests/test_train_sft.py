@@ -181,6 +181,16 @@ CALLS = {"messages": [said("user", "1+1"), {"role": "assistant", "tool_calls": [
                       said("tool", "2"), said("assistant", "two")]}
 THINKS = {"messages": [said("user", "1+1"), said("assistant", "two") | {"thinking": "why"}]}
 CASES = {
+    # A mere answer takes the place of no completion.
+    **{f"a completion {what}": (
+        {"prompt": "1+1=", "completion": completion, "answer": "2", "solution": "2"}, "", "rows.jsonl:2: there is nothing to learn")
+       for what, completion in {"of null": None, "without text": " ", "without messages": [],
+                                "of the user": [said("user", "2?")], "as text": json.dumps([said("user", "2?")])}.items()},
+    "messages that are not JSON": ({"prompt": str(TALK[1:3])}, "", "rows.jsonl:2: Expecting property name"),
+    "older calls are left out": ({"messages": [said("user", "1+1"), {"role": "assistant", "content": None, "function_call": {
+        "name": "add", "arguments": "{}"}}]}, PLAIN, "rows.jsonl:2: the chat template does not say .* it should write .*'add'"),
+    "reasoning is left out": ({"messages": [said("user", "1+1"), said("assistant", "two") | {"reasoning": "why"}]}, PLAIN,
+                              "rows.jsonl:2: the chat template does not say .* it should write .*'why'"),
     "no answer": ({"prompt": "1+1="}, "", "rows.jsonl:2: there is nothing to learn: no messages end"),
     "a question last": ({"messages": [said("user", "1+1")]}, "", "rows.jsonl:2: there is nothing to learn"),
     # As in HuggingFaceH4/ultrachat_200k, whose prompt is the first message.
@@ -218,7 +228,7 @@ def load(folder, path, rows, template="", **more):
 def test_rows_and_templates_that_cannot_be_learned_are_refused(folder, tmp_path, case):
     row, template, message = CASES[case]
     with pytest.raises(ValueError, match=message):
-        load(folder, tmp_path / "rows.jsonl", [GOOD, row], template)
+        load(folder, tmp_path / "rows.jsonl", [GOOD | {"answer": "2"} if "answer" in row else GOOD, row], template)
 
 
 def test_a_text_that_the_tokenizer_normalises_is_learned(folder, tmp_path, monkeypatch):
@@ -227,6 +237,60 @@ def test_a_text_that_the_tokenizer_normalises_is_learned(folder, tmp_path, monke
     monkeypatch.setitem(globals(), "load_tokenizer", lambda *_, **__: tokenizer)
     _, _, [[r]] = load(folder, tmp_path / "rows.jsonl", [GOOD | {"completion": "cafe\u0301"}], "")
     assert tokenizer.decode(r.sampled_ids) == "caf\xe9<|end|>"
+
+
+@pytest.mark.parametrize("row, settings, expected", [
+    *(({"messages": [*TALK[:4], TALK[4] | {mark: value}, *TALK[5:]]}, {}, ["<think>two</think> 4", "nothing"])
+      for mark, value in (("weight", 0), ("weight", 0.0), ("train", False), ("loss", 0), ("trainable", False),
+                          ("training", False), ("loss_mask", 0))),
+    ({"messages": [*TALK[:4], TALK[4] | {"weight": 1, "train": True}, TALK[3], TALK[4] | {"loss": None}]}, {},
+     ["<think>two</think> 4", *["<think>one</think> 2"] * 2]),
+    ({"messages": [TALK[1], TALK[2] | {"weight": 0}]}, {}, None),
+    ({"messages": [TALK[1], TALK[2] | {"weight": 0}]}, {"chat": False}, None),
+    # Texts of messages, in each column
+    *(({column: json.dumps(TALK[1:5])}, {}, ["<think>two</think> 4", "<think>one</think> 2"])
+      for column in ("messages", "conversations")),
+    ({"prompt": json.dumps([TALK[1]]), "completion": json.dumps([said("assistant", "4")])}, {}, ["4"]),
+    # Columns that settings name
+    ({"conversation": TALK[1:3], "answer": "4"}, {"prompt_column": "conversation"}, ["<think>two</think> 4"]),
+    ({"conversation": json.dumps(TALK[1:3]), "messages": TALK[3:5]}, {"prompt_column": "conversation"}, ["<think>two</think> 4"]),
+    ({"question": "2+2", "chosen": [said("assistant", "4")], "answer": "5"},
+     {"prompt_column": "question", "answer_column": "chosen"}, ["4"]),
+    ({"prompt": TALK[1:2], "chosen": TALK[1:3]}, {"answer_column": "chosen"}, ["<think>two</think> 4"]),
+    ({"prompt": [TALK[1], said("assistant", "fo")], "completion": "ur"}, {"prompt_column": "prompt"}, ["ur"]),
+    ({"prompt": [TALK[1], said("assistant", "fo")], "solution": "ur"}, {"prompt_column": "prompt"}, ["ur"])])
+def test_what_is_learned_of_a_row(folder, tmp_path, row, settings, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match="each of 1 train rows"):
+            load(folder, tmp_path / "rows.jsonl", [row], **settings)
+        return
+    _, _, [turns] = load(folder, tmp_path / "rows.jsonl", [row], max_prompt_length=99, **settings)
+    tokenizer = pretrain.make_tokenizer()
+    assert [tokenizer.decode(r.sampled_ids) for r in turns] == [f"{text}<|end|>" for text in expected]
+    assert tokenizer.decode(turns[0].ids).count("2+2") == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"answer_column": "text"}, {"chat": False}])
+def test_a_text_alone_is_learned_once(folder, tmp_path, settings):
+    _, _, [[r]] = load(folder, tmp_path / "rows.jsonl", [{"text": "2+2 is 4."}], prompt_column="text", **settings)
+    tokenizer = pretrain.make_tokenizer()
+    assert tokenizer.decode(r.ids) == "2+2 is 4.<|end|>" and len(r.sampled_ids) == len(r.ids) - 1
+    _, _, [[r]] = load(folder, tmp_path / "more.jsonl", [{"text": "2+2?", "answer": "4"}], prompt_column="text")
+    assert tokenizer.decode(r.sampled_ids) == "4<|end|>"
+    with pytest.raises(ValueError, match="there is nothing to learn"):
+        load(folder, tmp_path / "others.jsonl", [{"question": "2+2?"}], prompt_column="question")
+
+
+def test_older_calls_and_thoughts_by_another_name(folder, tmp_path):
+    call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [said("user", "1+1"), call, {"role": "function", "name": "add", "content": "2"},
+            said("assistant", "two") | {"reasoning": "why"}]
+    template = DROPS.replace("{% if loop.last", "{{ m.reasoning_content }}{% if m.tool_calls %}{{ m.tool_calls[0].function }}{% endif %}{% if loop.last")
+    _, _, [turns] = load(folder, tmp_path / "rows.jsonl", [{"messages": talk}], template)
+    tokenizer = pretrain.make_tokenizer()
+    called, answered = [tokenizer.decode(r.sampled_ids) for r in turns]
+    assert "'name': 'add', 'arguments': {'a': 1}" in called and answered == "whytwo<|end|>"
+    assert "<|tool|>2" in tokenizer.decode(turns[1].ids)
 
 
 def test_tools_of_a_row_are_read(folder, tmp_path):

@@ -6,10 +6,10 @@ although nobody sampled it, so examples are packed, dealt to ranks and computed 
 row the turns of a conversation share the tokens with which all of them begin.
 
     load_examples   the examples of the rows of a split
+    draw            the examples that a step learns
     examples_of     those of a row
     answer_of       what the assistant says in a row
 """
-import math
 from functools import partial
 
 from configurator import InputError
@@ -23,23 +23,42 @@ MARKS = "weight train training trainable loss loss_mask".split()
 def load_examples(player, split):
     """Return the Prompts of a split, a list of encoded prompts, and for each row a list of its examples.
 
-    The first two come from data.load_split. For the third all rows are encoded at once, and rows of more than
-    max_prompt_length + max_completion_length tokens are left out. player: the run's episodes.Player, which
+    The first two come from data.load_split. For the third all rows are encoded at once. The list of a row of
+    more than max_prompt_length + max_completion_length tokens is empty. player: the run's episodes.Player, which
     has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
     data.load_split and examples_of do, with the name of the row, and if no row is left.
     """
     s = player.settings
     prompts, encoded, _ = data.load_split(player.tokenizer, s, split, player.tools)
     examples = []
-    for name, row in prompts.rows:
+    rows = prompts.rows
+    if isinstance(rows, data.Rows):
+        rows = data.Rows(rows.packed)                           # without the columns that only others have
+    for name, row in rows:
         with data.naming(name):
             turns = examples_of(row, player)
-        if max((len(r.ids) for r in turns), default=math.inf) <= s.max_prompt_length + s.max_completion_length:
-            examples.append(turns)
-    if not examples:
+        if max((len(r.ids) for r in turns), default=0) > s.max_prompt_length + s.max_completion_length:
+            turns = []
+        examples.append(turns)
+    if not any(examples):
         raise InputError(f"max_completion_length={s.max_completion_length}: each of {len(prompts.rows)} "
-                         f"{split} rows has more tokens than this and max_prompt_length together")
+                         f"{split} rows has more tokens than this and max_prompt_length together, or nothing to "
+                         "learn")
     return prompts, encoded, examples
+
+
+def draw(rows, position, count, seed):
+    """Return the examples of the next `count` rows that have any, and the new position, as Prompts.draw does.
+
+    rows: the examples of each row of the data, so the position counts rows of the data as well.
+    """
+    drawn = []
+    while len(drawn) < count:
+        number = data.epoch_order(len(rows), position // len(rows), seed)[position % len(rows)]
+        position += 1
+        if rows[number]:
+            drawn.append(rows[number])
+    return sum(drawn, []), position
 
 
 def examples_of(row, player):

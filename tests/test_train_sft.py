@@ -13,9 +13,10 @@ from tokenizers.normalizers import NFC
 from transformers import AutoModelForCausalLM
 
 import config.shared
+import data
 from bench import worked
 from episodes import Player
-from tasks.examples import load_examples
+from tasks.examples import draw, load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer
 from tasks.reasoning_gym import full_marks
@@ -305,16 +306,52 @@ def test_tools_of_a_row_are_read(folder, tmp_path):
 def test_rows_that_are_too_long_are_left_out(folder, tmp_path):
     long = GOOD | {"completion": "x" * 128}
     prompts, _, examples = load(folder, tmp_path / "rows.jsonl", [long, GOOD, long], "")
-    assert len(prompts.rows) == 3 and [len(turns) for turns in examples] == [1]
+    assert len(prompts.rows) == 3 and [len(turns) for turns in examples] == [0, 1, 0]
     with pytest.raises(ValueError, match="each of 1 train rows has more tokens"):
         load(folder, tmp_path / "others.jsonl", [long], "")
 
 
-def test_a_run_without_an_answer_to_score_by_or_with_a_bad_row_ends_with_one_line(folder, tmp_path):
+def test_the_position_counts_rows_of_the_data():
+    """So a longer max_completion_length changes none of the places at which rows are drawn."""
+    fitting = [[f"{number} {turn}" for turn in range(number % 3)] for number in range(10)]
+    whole = [["x"] for _ in fitting]
+    position = 0
+    drawn = []
+    for _ in range(10):
+        examples, position = draw(fitting, position, 3, seed=7)
+        drawn += examples
+    places = [data.epoch_order(10, place // 10, 7)[place % 10] for place in range(position)]
+    assert drawn == sum([fitting[number] for number in places], []) and len(drawn) == 45
+    # 6 of 10 rows have an example, so 30 of them end in the fifth epoch.
+    assert 40 < position <= 50 and draw(whole, position, 3, 7) == (["x"] * 3, position + 3)
+
+
+def test_rows_without_answers_are_evaluated_by_their_loss(folder, tmp_path):
+    rows = [{"messages": [said("user", f"{i}+1"), said("assistant", "x" * (1 + 40 * (i % 2)))], "id": i} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = ["--task=file", f"--train_file={path}", "--train_prompts=0", "--max_steps=4", "--eval_interval=1",
+            "--max_prompt_length=16"]
+    metrics, output = sft(folder, tmp_path / "run", *file, "--max_completion_length=32")
+    assert "The rows have no answers to score by, so the evaluation is their held-out loss alone" in output
+    assert "does not read the columns id; rewards" in output and "engine none" in output
+    assert all("eval/token_loss" in line and "eval/mean@2" not in line for line in metrics)
+    states = [json.loads((tmp_path / f"run/checkpoint-{step}/trainer/state.json").read_text()) for step in (3, 4)]
+    assert all(state["position"] > 4 * state["step"] for state in states)       # the long rows are passed over
+    # A resumed run goes on at this place, and takes the long rows as well. A checkpoint without a place is read, too.
+    shutil.rmtree(tmp_path / "run/checkpoint-4")
+    for position, expected in ((states[0]["position"], states[0]["position"] + 4), (0, 16)):
+        state = tmp_path / "run/checkpoint-3/trainer/state.json"
+        state.write_text(json.dumps(states[0] | {"position": position}))
+        sft(folder, tmp_path / f"more{position}", *file, "--max_completion_length=64",
+            f"--resume={tmp_path}/run/checkpoint-3")
+        state = json.loads((tmp_path / f"more{position}/checkpoint-4/trainer/state.json").read_text())
+        assert state["position"] == expected
+
+
+def test_a_run_with_a_bad_row_ends_with_one_line(folder, tmp_path):
     rows = tmp_path / "rows.jsonl"
     file = [f"--model={folder}", "--task=file", f"--train_file={rows}", f"--eval_file={rows}"]
-    rows.write_text(json.dumps(GOOD))
-    refused(file, "answer", tmp_path, script="train_sft.py")
     rows.write_text("\n".join(map(json.dumps, [GOOD, {"prompt": "1+1="}])))
     refused([*file, "--reward=none"], "rows.jsonl:2: there is nothing to learn", tmp_path, script="train_sft.py")
 

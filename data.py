@@ -18,6 +18,7 @@ import os
 import pickle
 import random
 import re
+import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -523,6 +524,13 @@ def whole_text(prompt):
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
+@functools.cache
+def say_once(message):
+    # Prints a message of which all ranks know, if it was not printed before.
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+
+
 class Prompts:
     """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB.
 
@@ -542,7 +550,8 @@ class Prompts:
         return [prompt._replace(number=number) for prompt, number in zip(prompts, numbers)]
 
     def draw(self, position, count, seed):
-        """Return the next `count` prompts that fit, the same on every rank, and the new position.
+        """Return the next `count` prompts that fit, the same on every rank, and the new position. A row that the
+        chat template refuses is passed over as well, and named once.
 
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
         order (epoch_order), so resuming needs no more.
@@ -552,11 +561,21 @@ class Prompts:
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             numbers = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            for place, prompt in zip(places, self.encoded(numbers)):
-                if len(prompt.ids) <= self.s.max_prompt_length:
+            for place, prompt in zip(places, self._encoded_if_possible(numbers)):
+                if prompt and len(prompt.ids) <= self.s.max_prompt_length:
                     drawn.append(prompt._replace(epoch=place // size))
             position = places.stop
         return drawn, position
+
+    def _encoded_if_possible(self, numbers):
+        # Returns a Prompt for each of the rows with these numbers, or None for a row that is refused.
+        try:
+            return self.encoded(numbers)
+        except InputError as error:
+            if len(numbers) > 1:
+                return sum([self._encoded_if_possible([number]) for number in numbers], [])
+            say_once(f"{error}: this row is passed over")
+            return [None]
 
     def check(self):
         """Raise InputError now, and not after hours, for a row that an environment or the template refuses.

@@ -1172,6 +1172,34 @@ def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
     assert drawn[:len(expected)] == expected and len(expected) > 90
 
 
+def test_a_row_that_the_template_refuses_is_named_once_and_passed_over(tokenizer, tmp_path, capsys, monkeypatch):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = pretrain.CHAT_TEMPLATE + (
+        "{% if 'odd' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}")
+    order = data.epoch_order(600, 0, 0)
+    odd = {order[550], order[551], order[590]}
+    path = write(tmp_path / "rows.jsonl", *({"prompt": [{"role": "user", "content": f"{i}? {'odd' * (i in odd)}"}], "number": i}
+                                            for i in range(600)))
+    other = write(tmp_path / "other.jsonl", {"prompt": [ASKED]})
+    settings = SimpleNamespace(**SETTINGS | {"task": "file", "train_file": path, "eval_file": other, "train_prompts": 0})
+    train_set, _, _ = data.load_prompts(strict, settings)
+    train_set.check()
+    position, drawn = 0, []
+    for _ in range(200):                                        # two epochs and a little
+        prompts, position = train_set.draw(position, 6, 0)
+        assert len(prompts) == 6
+        drawn += [prompt.row["number"] for prompt in prompts]
+    expected = [i for epoch in range(3) for i in data.epoch_order(600, epoch, 0) if i not in odd]
+    assert drawn == expected[:1200] and position == 1206
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(int(re.search(r"jsonl:(\d+): .*not this.*: this row is passed over$", line)[1]) - 1 for line in said) == sorted(odd)
+    # One rank names it.
+    monkeypatch.setenv("RANK", "1")
+    data.say_once.cache_clear()
+    train_set.draw(0, 600, 0)
+    assert not capsys.readouterr().err
+
+
 def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     """512 training prompts at the start, whatever there is, and those that are drawn."""
     rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]

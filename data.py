@@ -30,6 +30,8 @@ from runtime.user_code import specs
 from tasks.generate_problems import generated_rows, held_out
 
 FILE_KINDS = ".jsonl", ".json", ".parquet"
+# The names of splits in the paths of files
+SPLIT = re.compile("(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])")
 # Columns of a file that may hold the answer; the first of them that a row has is taken.
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
@@ -242,7 +244,10 @@ def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, sour
                              "text does without it; a column of another name goes to the reward as it is")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
-    source = source or row.get("source") or row.get("data_source")
+    for column in SOURCE_COLUMNS:
+        source = source or row.get(column)
+    if isinstance(source, list):
+        source = ", ".join(map(str, source))
     if "tools" in row:
         row = row | {"tools": tools_of(row["tools"])}
     return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
@@ -381,7 +386,8 @@ def is_answer(value):
 def files_of(setting):
     # Yields the files that the setting train_file or eval_file stands for, as pairs (name of the file, source
     # of its rows or None): files, folders, patterns and files of the hub, with commas between them, each of
-    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted. What is no file stays as it
+    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted, and have to be of one
+    # split. What is no file stays as it
     # is, and read_rows refuses it. An empty setting goes by the name of both.
     sources = set()
     for part in specs(setting) or ["train_file or eval_file"]:
@@ -399,7 +405,13 @@ def files_of(setting):
             matches = glob.glob(f"{glob.escape(path)}/*")
         elif not os.path.isfile(path):
             matches = glob.glob(path, recursive=True)
-        for file in sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]:
+        files = sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]
+        start = len(os.path.commonpath(files))
+        splits = [SPLIT.findall(file[start:].lower())[-1:] for file in files]
+        if len({*sum(splits, [])}) > 1:
+            raise InputError(f"{part}: files of different splits, and only some of them are to be read: "
+                             f"{', '.join(files):.2000}")
+        for file in files:
             yield file, source
 
 

@@ -508,9 +508,10 @@ def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_pa
 
 
 def test_a_source_is_not_replaced(tmp_path):
-    rows = [GOOD | {"source": "x", "data_source": "y"}, GOOD | {"source": None, "data_source": "y"}, GOOD]
+    rows = [GOOD | {"source": "x", "data_source": "y"}, GOOD | {"source": None, "data_source": "y"}, GOOD,
+            GOOD | {"data_source": "y", "dataset": "z"}, GOOD | {"dataset": "z"}, GOOD | {"dataset": ["ifeval", "code"]}]
     path = write(tmp_path / "rows.jsonl", *rows)
-    assert [row["source"] for _, row in data.file_rows(path)] == ["x", "y", None]
+    assert [row["source"] for _, row in data.file_rows(path)] == ["x", "y", None, "y", "z", "ifeval, code"]
 
 
 def test_messages_with_calls(tmp_path):
@@ -690,7 +691,8 @@ def mixture(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("setting, expected", [
     ("data/train-*.parquet", "a0 a1 b0 b1 c0 c1"),
-    ("data", "t0 t1 a0 a1 b0 b1 c0 c1 w0"),
+    ("data/*train*,data/words.jsonl,data/test-00000-of-00001.parquet", "a0 a1 b0 b1 c0 c1 w0 t0 t1"),
+    ("a=b", "e0"),
     ("**/*.json*", "e0 w0 m0:own"),
     ("all=data/train-*.parquet, test-1=data/test-00000-of-00001.parquet,data/words.jsonl",
      "a0:all a1:all b0:all b1:all c0:all c1:all t0:test-1 t1:test-1 w0"),
@@ -705,6 +707,30 @@ def test_several_files(mixture, monkeypatch, setting, expected):
     rows = [row for _, row in data.file_rows(setting)]
     assert " ".join(row["prompt"][:-1] + f":{row.get('source')}" * bool(row.get("source")) for row in rows) == expected
     assert rows_of("eval", 0, eval_file=setting) == rows
+
+
+@pytest.mark.parametrize("names", [
+    "train.jsonl test.jsonl", "train-00000-of-00001.jsonl validation-00000-of-00001.jsonl", "Train.json TEST.json",
+    "a/train/x.jsonl a/dev/x.jsonl", "gsm8k_train.jsonl gsm8k_eval.jsonl rows.jsonl", "valid.jsonl test2.jsonl",
+    # These are of one split, or of none that the names say.
+    "!train-1.jsonl train-2.jsonl words.jsonl", "!test/a.jsonl test/b.jsonl", "!latest.jsonl training.jsonl trains.jsonl"])
+def test_files_of_different_splits_in_one_folder_are_refused(tmp_path, monkeypatch, names):
+    # The folder itself may have such a name.
+    folder = tmp_path / "train" / "test_rows"
+    for name in names.strip("!").split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(GOOD) + "\n")
+    monkeypatch.chdir(tmp_path)
+    for setting in ["train/test_rows", f"x={folder}"] * ("/" not in names) + ["train/*/**/*.json*", f"{folder}/**/*.json*"]:
+        data.file_rows.cache_clear()
+        if names.startswith("!"):
+            assert len(data.file_rows(setting)) == len(names.split())
+            continue
+        with pytest.raises(ValueError, match=f"^{re.escape(setting)}: files of different splits, .*{names.split()[1]}"):
+            data.file_rows(setting)
+    # Those that are named one by one are all read.
+    data.file_rows.cache_clear()
+    assert len(data.file_rows(",".join(f"{folder}/{name}" for name in names.strip("!").split()))) == len(names.split())
 
 
 def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
@@ -728,8 +754,8 @@ def test_what_is_no_file_is_named_among_several(mixture, setting, name):
                                          "folder or a pattern of such files, which commas separate; "
                                          "SOURCE=PATH names the source of its rows"):
         data.file_rows(setting)
-    with pytest.raises(ValueError, match="^a=data,b=data,a=more: the source a is named twice; a folder or a pattern"):
-        data.file_rows("a=data,b=data,a=more")
+    with pytest.raises(ValueError, match="^a=a=b,b=a=b,a=more: the source a is named twice; a folder or a pattern"):
+        data.file_rows("a=a=b,b=a=b,a=more")
     # Commas that separate nothing are left out.
     assert [*data.files_of("data/words.jsonl,")] == [*data.files_of("data/words.jsonl")]
     # A pattern, or its folder, takes a file with a comma in its name.

@@ -553,9 +553,19 @@ def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert read(tmp_path / "rows.parquet") == read(write(tmp_path / "rows.jsonl", *rows)) == [
         (row["prompt"], None) for row in rows]
-    numbers = pyarrow.table({"prompt": ["a", "b"], "answer": pyarrow.array([0.1, 3.0], pyarrow.float32())})
-    pyarrow.parquet.write_table(numbers, tmp_path / "rows.parquet")
-    assert [answer for _, answer in read(tmp_path / "rows.parquet")] == [0.1, 3.0]
+    for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
+        listed, answer = pyarrow.list_(kind), {"ground_truth": 0.1, "float": [{"x": 0.7}, {"x": None}]}
+        columns = {"prompt": (["a", "b", "c"], pyarrow.string()), "answer": ([0.1, 3.0, 1e-3], kind),
+                   "list": ([[0.1, None], [], None], listed), "large": ([[0.3]] * 3, pyarrow.large_list(kind)),
+                   "pair": ([[0.1, 0.2]] * 3, pyarrow.list_(kind, 2)), "lists": ([[[0.6]]] * 3, pyarrow.list_(listed)),
+                   "reward_model": ([answer, {"ground_truth": None, "float": None}, None],
+                                    pyarrow.struct([("ground_truth", kind), ("float", pyarrow.list_(pyarrow.struct([("x", kind)])))])),
+                   "map": ([[("a", 1.0)]] * 3, pyarrow.map_(pyarrow.string(), kind)), "float": (["x"] * 3, pyarrow.string())}
+        table = pyarrow.table({name: pyarrow.array(*column) for name, column in columns.items()})
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        data.file_rows.cache_clear()
+        rows = [row for _, row in data.file_rows(str(tmp_path / "rows.parquet"))]
+        assert {name: [row[name] for row in rows] for name in columns} == {name: values for name, (values, _) in columns.items()}
 
 
 def test_a_home_folder(tmp_path, monkeypatch):
@@ -589,11 +599,18 @@ def sides(path):
             for split in ("train", "eval")]
 
 
+def test_prompts_of_a_template_are_not_held_out_in_clumps(tmp_path):
+    for template in ("What is {}{} + 1?", "{}x = {}", "{} and {}", "Is {}{} prime?"):
+        texts = [template.format(i, j) for i in range(10) for j in range(10)]
+        _, held_out = sides(write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts)))
+        assert 4 <= len(held_out) <= 24
+
+
 def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
-    """The hash is crc32, so the same rows are held out on every machine, in every order and in every file."""
+    """The hash is SHA-256, so the same rows are held out on every machine, in every order and in every file."""
     texts = [f"{i}+{i}=?" for i in range(800)]
     train, held_out = sides(write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts)))
-    assert held_out == [text for text in texts if zlib.crc32(text.encode()) % 8 == 0]
+    assert held_out == [text for text in texts if int(hashlib.sha256(text.encode()).hexdigest()[:2], 16) % 8 == 0]
     assert sorted(train + held_out) == sorted(texts) and 70 < len(held_out) < 130
     twice = [{"prompt": text, "answer": answer} for answer in "23" for text in reversed(texts[:100])]
     train, held_out = sides(write(tmp_path / "twice.jsonl", *twice))
@@ -605,7 +622,7 @@ def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
     assert 70 < len(held_out) < 130
     users = [[{"role": "user", "content": text}] for text in texts]
     train, held_out = sides(write(tmp_path / "users.jsonl", *({"prompt": user} for user in users)))
-    assert [user[0]["content"] for user in held_out] == [t for t in texts if generate_problems.held_out(t)]
+    assert [user[0]["content"] for user in held_out] == [t for t in texts if data.held_out(t)]
 
 
 def test_a_file_that_holds_both_sides_is_read_once(tmp_path, monkeypatch):
@@ -739,7 +756,7 @@ def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
         write(tmp_path / f"{name}.jsonl", *({"prompt": text, "answer": answer} for text in texts))
     train, held_out = sides(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
     assert len(train + held_out) == 200 and not set(train) & set(held_out)
-    assert sorted(held_out) == sorted(2 * [text for text in texts if zlib.crc32(text.encode()) % 8 == 0])
+    assert sorted(held_out) == sorted(2 * [text for text in texts if data.held_out(text)])
 
 
 @pytest.mark.parametrize("setting, name", [
@@ -788,7 +805,7 @@ def test_rows_whose_prompts_are_all_equal_may_be_held_out_as_well(tmp_path):
     for text in "abcdefgh":
         path = write(tmp_path / "rows.jsonl", *({"prompt": [{"role": "user", "content": text}], "game": i}
                                                 for i in range(20)))
-        split = "train" if generate_problems.held_out(text) else "eval"
+        split = "train" if data.held_out(text) else "eval"
         with pytest.raises(ValueError, match=f"none of 20 is for {split}; --eval_file=... names held-out rows, "
                                              "which may be those of the same file"):
             rows_of(split, 0, train_file=path)
@@ -898,7 +915,7 @@ def test_rows_from_the_hub(hub, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split, other", [("train", "eval"), ("eval", "train")])
 def test_a_file_with_an_empty_side_is_named(tmp_path, split, other):
-    texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == (other == "eval")][:3]
+    texts = [text for text in map(str, range(100)) if data.held_out(text) == (other == "eval")][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
     assert len(rows_of(other, 0, train_file=path)) == 3
     with pytest.raises(ValueError, match=f"^{path}: without an eval_file .* none of 3 is for {split}; --eval_file"):

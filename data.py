@@ -9,9 +9,12 @@ A row has a name, file:line or the text of its problem, with which a message abo
     epoch_order    the order in which an epoch uses its rows
 """
 import contextlib
+import csv
 import functools
 import glob
+import gzip
 import hashlib
+import io
 import json
 import math
 import numbers
@@ -30,7 +33,9 @@ from runtime.chat_template import text_of_blocks
 from runtime.user_code import specs
 from tasks.generate_problems import generated_rows
 
-FILE_KINDS = ".jsonl", ".json", ".parquet"
+# Files of rows, also in capitals. Those that describe a saved data set hold none.
+FILE_KIND = re.compile(r"(?<!dataset_info)(?<!dataset_infos)(?<!dataset_dict)(?<!/state)"
+                       r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz)?$", re.IGNORECASE)
 # The names of splits in the paths of files
 SPLIT = re.compile("(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])")
 # Columns of a file that may hold the answer; the first of them that a row has is taken.
@@ -40,6 +45,9 @@ PROMPT_COLUMNS = ("prompt", "messages", "conversations")
 SOURCE_COLUMNS = ("source", "data_source", "dataset")
 # These columns, which other trainers read, have to be empty: a run reads text alone.
 UNREAD_COLUMNS = "image images video videos audio audios chat_template_kwargs".split()
+# The columns that hold a prompt or an answer, that say where a row is from, or that have to be empty
+READ_COLUMNS = [*PROMPT_COLUMNS, *ANSWER_COLUMNS, *SOURCE_COLUMNS, *UNREAD_COLUMNS, "reward_model", "completion",
+                "tools"]
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
 ROLE_OF = {"human": "user", "observation": "tool", "function": "tool",
@@ -244,11 +252,14 @@ def naming(name):
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
     # Returns a row with the columns prompt, answer and source; and its answer, or None. The columns answer and
     # source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
-    for column in UNREAD_COLUMNS:
-        if row.get(column):
+    for column, value in row.items():
+        first = value[0] if isinstance(value, list) and value else value
+        # An image or a sound of a hub's data set has these two fields.
+        media = isinstance(first, dict) and first.keys() == {"bytes", "path"}
+        if value and column in UNREAD_COLUMNS or media:
             raise InputError(f"{column} holds something, but a run reads text alone, and "
                              "chat_template_kwargs is a setting: leave out the row, or the column if the "
-                             "text does without it; a column of another name goes to the reward as it is")
+                             "text does without it")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
     for column in SOURCE_COLUMNS:
@@ -412,7 +423,7 @@ def files_of(setting):
             matches = glob.glob(f"{glob.escape(path)}/*")
         elif not os.path.isfile(path):
             matches = glob.glob(path, recursive=True)
-        files = sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]
+        files = sorted(filter(FILE_KIND.search, matches)) or [path]
         start = len(os.path.commonpath(files))
         splits = [SPLIT.findall(file[start:].lower())[-1:] for file in files]
         if len({*sum(splits, [])}) > 1:
@@ -427,14 +438,20 @@ def read_rows(name):
     path = name
     if name.startswith("hf://datasets/"):
         path = hub_file(name)
-    if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
-        raise InputError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
-                         "such files, which commas separate; SOURCE=PATH names the source of its rows")
-    with naming(name), open(path, "rb") as file:
-        if path.endswith(".parquet"):
-            rows = parquet_rows(file)
+    kind = FILE_KIND.search(path)
+    if not (kind and os.path.isfile(path)):
+        raise InputError(f"{name}: no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow, nor a "
+                         "folder or a pattern of such files, which commas separate; SOURCE=PATH names the source "
+                         "of its rows")
+    ending = kind[1].lower()
+    open_file = gzip.open if kind[2] else open
+    with naming(name), open_file(path, "rb") as file:
+        if ending in ("parquet", "arrow"):
+            rows = arrow_rows(file, ending)
+        elif ending in ("csv", "tsv"):
+            rows = csv_rows(file, ending)
         # There may be a byte order mark, which json reads over.
-        elif file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        elif file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             rows = json.load(file)
         else:
             for number, line in enumerate(file, 1):
@@ -460,10 +477,25 @@ def hub_file(name):
         raise InputError(f"no such file; there are {files:.2000}")
 
 
-def parquet_rows(file):
-    # Yields the rows of a parquet file.
+def csv_rows(file, ending):
+    # Yields the rows of a CSV or TSV file, whose first line names the columns. A cell is a text, or absent if it
+    # is empty.
+    lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True,
+                           delimiter="\t" if ending == "tsv" else ",")
+    for row in lines:
+        if None in row or None in row.values():
+            raise InputError(f"line {lines.line_num} has more or fewer cells than the first line")
+        yield {column: cell for column, cell in row.items() if cell}
+
+
+def arrow_rows(file, ending):
+    # Yields the rows of a parquet file, or of an Arrow file as the package datasets saves it.
     import pyarrow.parquet                                      # only those who have such a file wait for it
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000):
+    if ending == "arrow":
+        batches = pyarrow.ipc.open_stream(file)
+    else:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)
+    for batch in batches:
         for row in batch.to_pylist():
             yield {field.name: as_written(row[field.name], field.type) for field in batch.schema}
 
@@ -657,10 +689,9 @@ def unread_columns(prompts):
     none. prompts: the Prompts of a split."""
     s = prompts.s
     _, row = prompts.rows[0]
-    read = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *SOURCE_COLUMNS, *UNREAD_COLUMNS, "reward_model", "completion",
-            s.prompt_column, s.answer_column}
+    read = [*READ_COLUMNS, s.prompt_column, s.answer_column]
     if not isinstance(row["prompt"], str):                      # a string has no system message
-        read.add("system")
+        read.append("system")
     unread = [column for column in row if column not in read and f"{{{column}}}" not in s.prompt_format]
     if s.task != "file" or not unread:
         return ""

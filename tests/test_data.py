@@ -1,10 +1,13 @@
 """Rows from everywhere, their prompts as tokens, and which of them a step uses; every error is provoked."""
 import copy
+import csv
 import datetime
 import gc
+import gzip
 import hashlib
 import http.server
 import importlib
+import io
 import json
 import pickle
 import re
@@ -82,7 +85,7 @@ def test_a_difficulty_is_a_whole_number_from_1_to_100(difficulty, allowed):
 
 @pytest.mark.parametrize("split, eval_file", [("train", ""), ("train", "eval.jsonl"), ("eval", "")])
 def test_task_file_needs_a_file(split, eval_file):
-    with pytest.raises(ValueError, match="^train_file or eval_file: no such file of .jsonl, .json or .parquet"):
+    with pytest.raises(ValueError, match="^train_file or eval_file: no such file of .jsonl, .ndjson, .json, "):
         rows_of(split, eval_file=eval_file)
 
 
@@ -217,6 +220,9 @@ CONTENT = "and a content, a string or a list of text blocks"
     ({"prompt": [{"role": "user", "content": "1+1?"}], "system": {"text": "Add."}}, NEEDS),
     ({"prompt": "What is in <image>?", "images": ["a.png"]}, "images holds something, but a run reads text alone"),
     ({"prompt": "What is in it?", "image": {"path": "a.png"}}, "image holds something"),
+    *(({"prompt": "What is in it?", "answer": "2", column: value}, f"{column} holds something, but a run reads text alone")
+      for column in ("image_1", "picture", "speech") for media in ({"bytes": "x", "path": None}, {"bytes": None, "path": "a.wav"})
+      for value in (media, [media], [media, media])),
     ({"prompt": "What is in it?", "videos": "a.mp4"}, "videos holds something"),
     *(({"prompt": "1+1?", "tools": tools}, "tools must be a list of functions with names, not ")
       for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"])),
@@ -246,7 +252,14 @@ def test_file_errors_name_the_line(tmp_path, row, message):
 
 @pytest.mark.parametrize("name, content, message", [
     ("rows.jsonl", None, "no such file"), ("rows.parquet", None, "no such file"),
-    ("rows.csv", b"prompt,answer\n", "no such file of .jsonl, .json or .parquet"),
+    ("rows.txt", b"prompt,answer\n", "no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow"),
+    ("dataset_info.json", b'{"features": {}}', "no such file of .jsonl"), ("state.json", b"{}", "no such file of .jsonl"),
+    ("rows.csv", b"prompt,answer\n", "no rows"), ("rows.csv", b"", "no rows"),
+    ("rows.csv", b"prompt,answer\na,1\nb,2,3\n", "line 3 has more or fewer cells than the first line"),
+    ("rows.tsv", b"prompt\tanswer\na\n", "line 2 has more or fewer cells than the first line"),
+    ("rows.csv", b'prompt,answer\n"a,1\n', "Error('unexpected end of data')"),
+    ("rows.csv", b"prompt,answer\n\xff,1\n", "'utf-8' codec can't decode"),
+    ("rows.jsonl.gz", b"not gzip", "BadGzipFile"), ("rows.arrow", b"not arrow", "Expected to read"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
     ("rows.jsonl", b'{"prompt": "\xff"}', "1: 'utf-8' codec can't decode"),
     ("rows.json", b'[{"prompt": "a"}', "Expecting ',' delimiter"),
@@ -350,7 +363,7 @@ def test_a_format_of_prompts_and_a_system_message(tmp_path):
     ({"task": "algebra", "train_file": "", "eval_file": ""}, "")])
 def test_columns_that_no_model_reads_are_listed(load_prompts, tmp_path, settings, unread):
     path = write(tmp_path / "rows.jsonl", {"prompt": "1+1", "system": "Add.", "context": "x", "answer": "2", "id": 7,
-                                           "images": [], "data_source": "sums", "reward_model": {"ground_truth": "2"}})
+                                           "images": [], "data_source": "sums", "tools": [], "reward_model": {"ground_truth": "2"}})
     data.file_rows.cache_clear()
     note = load_prompts(**{"task": "file", "train_file": path, "eval_file": path} | settings)[2]
     if unread:
@@ -442,8 +455,13 @@ def test_a_message_without_a_text_is_empty():
 
 
 def test_columns_of_pictures_may_be_empty(tmp_path):
-    path = write(tmp_path / "rows.jsonl", GOOD | {"images": [], "image": None, "videos": []})
-    assert read(path) == [("1+1?", "2")]
+    for more in ({"picture": None}, {"picture": []}, {"file": {"path": "a.py"}}):
+        path = write(tmp_path / "rows.jsonl", GOOD | {"images": [], "image": None, "videos": []} | more)
+        assert read(path) == [("1+1?", "2")]
+    path = str(tmp_path / "rows.parquet")
+    as_parquet(tmp_path / "rows.parquet", [GOOD | {"scan": {"bytes": b"x", "path": "a.png"}}])
+    with pytest.raises(ValueError, match=f"^{path}: row 1: scan holds something"):
+        read(path)
 
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -566,6 +584,60 @@ def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
         data.file_rows.cache_clear()
         rows = [row for _, row in data.file_rows(str(tmp_path / "rows.parquet"))]
         assert {name: [row[name] for row in rows] for name in columns} == {name: values for name, (values, _) in columns.items()}
+
+
+FORMS = [{"prompt": "a\nb, \u00e4", "answer": "007"}, {"prompt": '"c"\tx', "answer": "1e5", "hint": "NaN"}]
+
+
+def written(path, rows):
+    """Writes rows to a file of the form that its name says."""
+    name = path.name.lower()
+    if ".csv" in name or ".tsv" in name:
+        buffer = io.StringIO(newline="")
+        writer = csv.DictWriter(buffer, ["prompt", "answer", "hint"], delimiter="\t" if ".tsv" in name else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+        content = ("\ufeff" + buffer.getvalue()).encode()
+    elif name.endswith(".parquet"):
+        return as_parquet(path, [{"hint": None} | row for row in rows])
+    elif name.endswith(".arrow"):
+        pyarrow = pytest.importorskip("pyarrow")
+        table = pyarrow.Table.from_pylist(rows, pyarrow.schema([(key, pyarrow.string()) for key in ("prompt", "answer", "hint")]))
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=1)
+        return None
+    else:
+        content = (json.dumps(rows) if ".json" in name and ".jsonl" not in name else "\n".join(map(json.dumps, rows))).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+
+
+@pytest.mark.parametrize("name", [
+    "rows.jsonl", "rows.JSONL", "rows.jsonl.gz", "ROWS.Jsonl.GZ", "rows.ndjson", "rows.ndjson.gz", "rows.json", "rows.json.gz",
+    "rows.Parquet", "rows.csv", "rows.CSV", "rows.tsv", "rows.csv.gz", "rows.arrow"])
+def test_forms_of_files(tmp_path, name):
+    written(tmp_path / name, FORMS)
+    (tmp_path / "README.txt").write_text("no rows")
+    for setting in (tmp_path / name, tmp_path, f"{tmp_path}/*", f"x={tmp_path}"):
+        data.file_rows.cache_clear()
+        rows = [row for _, row in data.file_rows(str(setting))]
+        assert [{key: row[key] for key in ("prompt", "answer", "hint") if row.get(key)} for row in rows] == FORMS
+
+
+def test_a_saved_data_set(tmp_path):
+    """As datasets.Dataset.save_to_disk leaves it, and DatasetDict, whose splits are folders."""
+    for split in ("train", "test"):
+        folder = tmp_path / split
+        folder.mkdir()
+        (folder / "dataset_info.json").write_text(json.dumps({"features": {}}, indent=2))
+        (folder / "state.json").write_text(json.dumps({"_split": split}, indent=2))
+        for number, row in enumerate(FORMS):
+            written(folder / f"data-0000{number}-of-00002.arrow", [row])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert read(tmp_path / "train") == [(row["prompt"], row["answer"]) for row in FORMS]
+    with pytest.raises(ValueError, match=f"^{tmp_path}: no such file of .jsonl"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match="files of different splits"):
+        read(f"{tmp_path}/*/*")
 
 
 def test_a_home_folder(tmp_path, monkeypatch):
@@ -767,7 +839,7 @@ def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
     ("words=", "")])
 def test_what_is_no_file_is_named_among_several(mixture, setting, name):
     write(mixture / "one, two.jsonl", GOOD)
-    with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .json or .parquet, nor a "
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .* or .arrow, nor a "
                                          "folder or a pattern of such files, which commas separate; "
                                          "SOURCE=PATH names the source of its rows"):
         data.file_rows(setting)

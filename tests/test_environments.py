@@ -695,7 +695,8 @@ def test_a_template_hears_of_no_tools_where_a_class_has_none(write):
 # ---------------------------------------------------------------- templates that stand elsewhere
 
 def test_templates_may_stand_beside_a_model(tmp_path):
-    (tmp_path / "mine.jinja").write_text("{{ 'no think' if enable_thinking is false else 'think' }}")
+    # A byte order mark is none of the template.
+    (tmp_path / "mine.jinja").write_text("\ufeff{{ 'no think' if enable_thinking is false else 'think' }}")
     settings = SimpleNamespace(chat_template=str(tmp_path / "mine.jinja"), chat_template_kwargs="")
     folder = model_folder.SHIPPED["tiny"]
     ask = lambda tokenizer: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)

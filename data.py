@@ -34,7 +34,7 @@ from runtime.user_code import specs
 from tasks.generate_problems import generated_rows
 
 # Files of rows, also in capitals. Those that describe a saved data set hold none.
-FILE_KIND = re.compile(r"(?<!dataset_info)(?<!dataset_infos)(?<!dataset_dict)(?<!/state)"
+FILE_KIND = re.compile(r"(?<!dataset_info)(?<!dataset_infos)(?<!dataset_dict)(?<!/state)(?<!^state)"
                        r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz)?$", re.IGNORECASE)
 # The names of splits in the paths of files
 SPLIT = re.compile("(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])")
@@ -46,8 +46,8 @@ SOURCE_COLUMNS = ("source", "data_source", "dataset")
 # These columns, which other trainers read, have to be empty: a run reads text alone.
 UNREAD_COLUMNS = "image images video videos audio audios chat_template_kwargs".split()
 # The columns that hold a prompt or an answer, that say where a row is from, or that have to be empty
-READ_COLUMNS = [*PROMPT_COLUMNS, *ANSWER_COLUMNS, *SOURCE_COLUMNS, *UNREAD_COLUMNS, "reward_model", "completion",
-                "tools"]
+READ_COLUMNS = [*PROMPT_COLUMNS, *ANSWER_COLUMNS, *SOURCE_COLUMNS, *UNREAD_COLUMNS, "reward_model",
+                "completion", "tools"]
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
 ROLE_OF = {"human": "user", "observation": "tool", "function": "tool",
@@ -250,8 +250,8 @@ def naming(name):
 
 
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
-    # Returns a row with the columns prompt, answer and source; and its answer, or None. The columns answer and
-    # source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
+    # Returns a row with the columns prompt, answer and source; and its answer, or None. The columns answer
+    # and source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
     for column, value in row.items():
         first = value[0] if isinstance(value, list) and value else value
         # An image or a sound of a hub's data set has these two fields.
@@ -404,9 +404,8 @@ def is_answer(value):
 def files_of(setting):
     # Yields the files that the setting train_file or eval_file stands for, as pairs (name of the file, source
     # of its rows or None): files, folders, patterns and files of the hub, with commas between them, each of
-    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted, and have to be of one
-    # split. What is no file stays as it
-    # is, and read_rows refuses it. An empty setting goes by the name of both.
+    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted, and have to be of one split.
+    # What is no file stays as it is, and read_rows refuses it. An empty setting goes by the name of both.
     sources = set()
     for part in specs(setting) or ["train_file or eval_file"]:
         source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part).groups()
@@ -440,9 +439,9 @@ def read_rows(name):
         path = hub_file(name)
     kind = FILE_KIND.search(path)
     if not (kind and os.path.isfile(path)):
-        raise InputError(f"{name}: no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow, nor a "
-                         "folder or a pattern of such files, which commas separate; SOURCE=PATH names the source "
-                         "of its rows")
+        raise InputError(f"{name}: no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow, "
+                         "nor a folder or a pattern of such files, which commas separate; SOURCE=PATH names "
+                         "the source of its rows")
     ending = kind[1].lower()
     open_file = gzip.open if kind[2] else open
     with naming(name), open_file(path, "rb") as file:
@@ -478,8 +477,8 @@ def hub_file(name):
 
 
 def csv_rows(file, ending):
-    # Yields the rows of a CSV or TSV file, whose first line names the columns. A cell is a text, or absent if it
-    # is empty.
+    # Yields the rows of a CSV or TSV file, whose first line names the columns. A cell is a text, or absent if
+    # it is empty.
     lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True,
                            delimiter="\t" if ending == "tsv" else ",")
     for row in lines:
@@ -501,8 +500,8 @@ def arrow_rows(file, ending):
 
 
 def as_written(value, kind):
-    # Returns a value of Arrow's type `kind` as it was written: of float16 and float32 0.1 is to be 0.1, and not
-    # 0.10000000149.
+    # Returns a value of Arrow's type `kind` as it was written. In float16 and float32 0.1 is to be 0.1, and
+    # not 0.10000000149.
     if "float" in str(kind):                                    # as the name of a field as well
         if isinstance(value, list):
             return [as_written(item, kind.field(0).type) for item in value]
@@ -530,8 +529,8 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
-    schemas for the template, for rows that have none of their own. Raises InputError for messages without a template or with one that fails, and
-    for a string with a system prompt.
+    schemas for the template, for rows that have none of their own. Raises InputError for messages without a
+    template or with one that fails, and for a string with a system prompt.
     """
     texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, row.get("tools") or tools)
              for name, row in rows]
@@ -610,8 +609,8 @@ class Prompts:
         return [prompt._replace(number=number) for prompt, number in zip(prompts, numbers)]
 
     def draw(self, position, count, seed):
-        """Return the next `count` prompts that fit, the same on every rank, and the new position. A row that the
-        chat template refuses is passed over as well, and named once.
+        """Return the next `count` prompts that fit, the same on every rank, and the new position. A row that
+        the chat template refuses is passed over as well, and named once.
 
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
         order (epoch_order), so resuming needs no more.
@@ -619,23 +618,16 @@ class Prompts:
         size = len(self.rows)
         drawn = []
         while len(drawn) < count:
-            places = range(position, position + count - len(drawn))
-            numbers = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            for place, prompt in zip(places, self._encoded_if_possible(numbers)):
-                if prompt and len(prompt.ids) <= self.s.max_prompt_length:
-                    drawn.append(prompt._replace(epoch=place // size))
-            position = places.stop
+            epoch, place = divmod(position, size)
+            position += 1
+            try:
+                [prompt] = self.encoded([epoch_order(size, epoch, seed)[place]])
+            except InputError as error:
+                say_once(f"{error}: this row is passed over")
+                continue
+            if len(prompt.ids) <= self.s.max_prompt_length:
+                drawn.append(prompt._replace(epoch=epoch))
         return drawn, position
-
-    def _encoded_if_possible(self, numbers):
-        # Returns a Prompt for each of the rows with these numbers, or None for a row that is refused.
-        try:
-            return self.encoded(numbers)
-        except InputError as error:
-            if len(numbers) > 1:
-                return sum([self._encoded_if_possible([number]) for number in numbers], [])
-            say_once(f"{error}: this row is passed over")
-            return [None]
 
     def check(self):
         """Raise InputError now, and not after hours, for a row that an environment or the template refuses.
@@ -661,7 +653,8 @@ class Prompts:
             render = functools.partial(as_text, self.tokenizer, name, prompt, s.chat, s.system_prompt)
             text = render(tools or self.tools)
             if tools and text == render(None):
-                raise InputError(f"{name}: a row's tools need messages and a chat template with a place for them")
+                raise InputError(f"{name}: a row's tools need messages and a chat template with a place for "
+                                 "them")
             for message in [{"role": "system", "content": s.system_prompt}, *messages]:
                 left_out = message["content"].strip() not in text
                 # A template may shorten an earlier answer and rewrite what a tool has returned, but it has to
@@ -685,8 +678,8 @@ def load_prompts(tokenizer, settings, tools=None):
 
 
 def unread_columns(prompts):
-    """Return a line that lists the columns of a file's rows which no model reads or learns, or "" if there are
-    none. prompts: the Prompts of a split."""
+    """Return a line that lists the columns of a file's rows which no model reads or learns, or "" if there
+    are none. prompts: the Prompts of a split."""
     s = prompts.s
     _, row = prompts.rows[0]
     read = [*READ_COLUMNS, s.prompt_column, s.answer_column]

@@ -73,15 +73,15 @@ with input_errors():                                            # an InputError 
     _, eval_set, held_out = load_examples(player, "eval")
     turn = next(filter(None, train_rows))[-1]
     note = data.unread_columns(train_set)
-    scored = reward != "none"                                   # whether held-out prompts are sampled and scored
+    scored = reward != "none"                                   # whether held-out prompts are sampled
     # The task's own reward compares with answers.
     if eval_set[0].row.get("answer") is None and not (reward or reward_model or agent or player.reward_part):
         scored = False
         note += "The rows have no answers to score by, so the evaluation is their held-out loss alone."
     # The run ends here if it is resumed with other prompts. The text is for the console.
     run.check_data(folders, train_set, eval_set, (
-        f"The run learns {sum(map(bool, train_rows)):,} of {len(train_rows):,} rows, those of at most {longest} "
-        f"tokens. In the first one, {tokenizer.decode(turn.ids)[-500:]!r}, it learns "
+        f"The run learns {sum(map(bool, train_rows)):,} of {len(train_rows):,} rows, those of at most "
+        f"{longest} tokens. In the first one, {tokenizer.decode(turn.ids)[-500:]!r}, it learns "
         f"{tokenizer.decode(turn.sampled_ids)[:500]!r}.\n{note}"))
     rollout_engine = rollout.Engine()                           # this one samples nothing
     if scored:

@@ -24,8 +24,8 @@ def load_examples(player, split):
     """Return the Prompts of a split, a list of encoded prompts, and for each row a list of its examples.
 
     The first two come from data.load_split. For the third all rows are encoded at once. The list of a row of
-    more than max_prompt_length + max_completion_length tokens is empty. player: the run's episodes.Player, which
-    has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
+    more than max_prompt_length + max_completion_length tokens is empty. player: the run's episodes.Player,
+    which has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
     data.load_split and examples_of do, with the name of the row, and if no row is left.
     """
     s = player.settings
@@ -42,8 +42,8 @@ def load_examples(player, split):
         examples.append(turns)
     if not any(examples):
         raise InputError(f"max_completion_length={s.max_completion_length}: each of {len(prompts.rows)} "
-                         f"{split} rows has more tokens than this and max_prompt_length together, or nothing to "
-                         "learn")
+                         f"{split} rows has more tokens than this and max_prompt_length together, or nothing "
+                         "to learn")
     return prompts, encoded, examples
 
 
@@ -54,10 +54,11 @@ def draw(rows, position, count, seed):
     """
     drawn = []
     while len(drawn) < count:
-        number = data.epoch_order(len(rows), position // len(rows), seed)[position % len(rows)]
+        epoch, place = divmod(position, len(rows))
         position += 1
-        if rows[number]:
-            drawn.append(rows[number])
+        examples = rows[data.epoch_order(len(rows), epoch, seed)[place]]
+        if examples:
+            drawn.append(examples)
     return sum(drawn, []), position
 
 
@@ -102,9 +103,7 @@ def examples_of(row, player):
     render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or player.tools, tokenize=False)
     examples = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < len(prompt) and not whole:
-            continue
-        if not is_learned(message):
+        if message["role"] != "assistant" or number < len(prompt) and not whole or not is_learned(message):
             continue
         texts = [render(messages[:number], add_generation_prompt=True), render(messages[:number + 1])]
         before, after = tokenizer(texts, add_special_tokens=False).input_ids

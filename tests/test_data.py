@@ -27,7 +27,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 from runs import ROOT, launch, load_rows
 import rewards
-from runtime import checkpoint
+from runtime import checkpoint, run
 from tasks import generate_problems
 from tiny import pretrain
 
@@ -355,6 +355,17 @@ def test_a_format_of_prompts_and_a_system_message(tmp_path):
     assert read(path, prompt_format="{prompt}?", prompt_column="answer") == [([told, ASKED], "2")]
     with pytest.raises(ValueError, match=f"^{path}:1: empty prompt"):
         read(write(tmp_path / "rows.jsonl", {"input": "", "answer": "2"}), prompt_format="{input}")
+
+
+def test_a_resumed_run_needs_the_same_format_of_prompts(tmp_path, capsys):
+    (tmp_path / "trainer").mkdir()
+    state = {"step": 1, "settings": {"prompt_format": "{a}"}}
+    (tmp_path / "trainer/state.json").write_text(json.dumps(state))
+    resume = lambda text: run.read_state(str(tmp_path), state, SimpleNamespace(prompt_format=text, max_steps=2), "x.py")
+    assert resume("{a}")[0] == state
+    with pytest.raises(SystemExit):
+        resume("{b}")
+    assert f"prompt_format={{b}}, but {tmp_path} comes from a run with prompt_format={{a}}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings, unread", [

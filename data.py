@@ -9,8 +9,12 @@ A row has a name, file:line or the text of its problem, with which a message abo
     epoch_order    the order in which an epoch uses its rows
 """
 import contextlib
+import csv
 import functools
 import glob
+import gzip
+import hashlib
+import io
 import json
 import math
 import numbers
@@ -18,6 +22,7 @@ import os
 import pickle
 import random
 import re
+import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -26,18 +31,26 @@ import torch
 from configurator import InputError
 from runtime.chat_template import text_of_blocks
 from runtime.user_code import specs
-from tasks.generate_problems import generated_rows, held_out
+from tasks.generate_problems import generated_rows
 
-FILE_KINDS = ".jsonl", ".json", ".parquet"
+# Files of rows, also in capitals. Those that describe a saved data set hold none.
+FILE_KIND = re.compile(r"(?<!dataset_info)(?<!dataset_infos)(?<!dataset_dict)(?<!/state)(?<!^state)"
+                       r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz)?$", re.IGNORECASE)
+# The names of splits in the paths of files
+SPLIT = re.compile("(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])")
 # Columns of a file that may hold the answer; the first of them that a row has is taken.
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")
-# These columns, which other trainers read, have to be empty. A run reads text alone, and tools are a setting.
-UNREAD_COLUMNS = "image images video videos audio audios tools chat_template_kwargs".split()
+SOURCE_COLUMNS = ("source", "data_source", "dataset")
+# These columns, which other trainers read, have to be empty: a run reads text alone.
+UNREAD_COLUMNS = "image images video videos audio audios chat_template_kwargs".split()
+# The columns that hold a prompt or an answer, that say where a row is from, or that have to be empty
+READ_COLUMNS = [*PROMPT_COLUMNS, *ANSWER_COLUMNS, *SOURCE_COLUMNS, *UNREAD_COLUMNS, "reward_model",
+                "completion", "tools"]
 MESSAGE_ROLES = "system developer user assistant tool".split()
 # Other names of these roles, in small letters
-ROLE_OF = {"human": "user", "observation": "tool",
+ROLE_OF = {"human": "user", "observation": "tool", "function": "tool",
            **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
 
 # ------------------------------------------------------------------------------------------------------------
@@ -141,7 +154,7 @@ def split_rows(s, split):
     if split == "eval":
         path = s.eval_file or path
     # With an environment rows need no prompt, because its reset may give one.
-    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
+    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment), s.prompt_format)
     if s.eval_file:
         return rows
     if not rows.split_places[split]:
@@ -152,24 +165,31 @@ def split_rows(s, split):
 
 
 @functools.lru_cache(maxsize=1)
-def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False):
+def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False, prompt_format=""):
     # Returns all Rows of the files that a setting names. They are read once for both splits.
     answer_columns = [answer_column] if answer_column else ANSWER_COLUMNS
     packed = []
     columns = {}
+    names = set()                                               # of the columns that prompt_format may name
     split_places = {"train": [], "eval": []}
     unanswered = []                                             # the places of rows without an answer
-    for file, source in files_of(paths):
-        for name, row in read_rows(file):
-            with naming(name):
-                row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
-            if answer is None:
-                unanswered.append(len(packed))
-            # A row without a prompt is told from others by all of it.
-            text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
-            split_places["eval" if held_out(text) else "train"].append(len(packed))
-            packed.append(pickle.dumps((name, row)))
-            columns |= dict.fromkeys(row)
+    if prompt_format:
+        prompt_column = "prompt"
+        # They are read once more before, because a row may lack a column that others have.
+        for _, row, _ in all_rows(paths):
+            names |= row.keys()
+    for name, row, source in all_rows(paths):
+        with naming(name):
+            if prompt_format:
+                row = filled_in(prompt_format, names, row)
+            row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
+        if answer is None:
+            unanswered.append(len(packed))
+        # A row without a prompt is told from others by all of it.
+        text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
+        split_places["eval" if held_out(text) else "train"].append(len(packed))
+        packed.append(pickle.dumps((name, row)))
+        columns |= dict.fromkeys(row)
     if not packed:
         raise InputError(f"{paths}: no rows")
     rows = Rows(packed, columns, split_places)
@@ -178,6 +198,46 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
         raise InputError(f"{name}: no answer in {' or '.join(answer_columns)}; the columns are "
                          f"{', '.join(row)}: --answer_column=...")
     return rows
+
+
+def held_out(text):
+    # Returns whether a file's rows with this prompt are held out, for each seed. Of prompts that differ in a
+    # digit or two a checksum, as in generate_problems.py, would hold out whole clumps.
+    return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
+
+
+def all_rows(paths):
+    # Yields the rows of the files as triples: a name, a dict, and the source that the setting names, or None.
+    for file, source in files_of(paths):
+        for name, row in read_rows(file):
+            with naming(name):
+                if isinstance(row, bytes):                      # a line of JSON
+                    row = json.loads(row)
+                if not isinstance(row, dict):
+                    raise InputError("not an object")
+            yield name, row, source
+
+
+def filled_in(prompt_format, columns, row):
+    # Returns a row whose prompt is prompt_format with values in the place of {column}. The values of a list
+    # stand in lines of their own.
+    def text_of(match):
+        if match[1] not in columns:
+            return match[0]
+        value = row.get(match[1])
+        if isinstance(value, list):
+            value = "\n".join(map(str, value))
+        if value in (None, ""):
+            return "\0"                                         # marks the place of nothing
+        return str(value)
+
+    text = re.sub("{([^{}]+)}", text_of, prompt_format.replace("\\n", "\n"))
+    # A line that has become empty is left out, with the empty lines before it.
+    text = re.sub(r"(?m)\n*^[ \0]*\0 *$", "", text)
+    row = row | {"prompt": text.replace("\0", "").lstrip("\n")}
+    if "{system}" in prompt_format:
+        row["system"] = None                                    # the prompt has it already
+    return row
 
 
 @contextlib.contextmanager
@@ -190,29 +250,48 @@ def naming(name):
 
 
 def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
-    # Returns a row, which may be a line of JSON, with the columns prompt, answer and source; and its answer,
-    # or None. The columns answer and source stay as they are if nothing is found for them. source: that of
-    # all rows of the file, or None.
-    if isinstance(row, bytes):
-        row = json.loads(row)
-    if not isinstance(row, dict):
-        raise InputError("not an object")
-    for column in UNREAD_COLUMNS:
-        if row.get(column):
-            raise InputError(f"{column} holds something, but a run reads text alone, and tools and "
-                             "chat_template_kwargs are settings: leave out the row, or the column if the "
-                             "text does without it; a column of another name goes to the reward as it is")
+    # Returns a row with the columns prompt, answer and source; and its answer, or None. The columns answer
+    # and source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
+    for column, value in row.items():
+        first = value[0] if isinstance(value, list) and value else value
+        # An image or a sound of a hub's data set has these two fields.
+        media = isinstance(first, dict) and first.keys() == {"bytes", "path"}
+        if value and column in UNREAD_COLUMNS or media:
+            raise InputError(f"{column} holds something, but a run reads text alone, and "
+                             "chat_template_kwargs is a setting: leave out the row, or the column if the "
+                             "text does without it")
     prompt = prompt_of(row, prompt_column, chat, prompt_optional)
     answer = answer_of(row, answer_columns)
-    source = source or row.get("source") or row.get("data_source")
+    for column in SOURCE_COLUMNS:
+        source = source or row.get(column)
+    if isinstance(source, list):
+        source = ", ".join(map(str, source))
+    if "tools" in row:
+        row = row | {"tools": tools_of(row["tools"])}
     return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
+
+
+def tools_of(value):
+    # Returns a row's tools as JSON schemas in OpenAI's form. value: a list of these or of functions alone, or
+    # nothing. The list and its entries may be JSON texts.
+    if not isinstance(value, str):
+        value = json.dumps(value)
+    tools = []
+    # Arrow gives each tool the parameters of all others, as null.
+    for tool in json.loads(value.strip() or "[]", object_hook=without_null) or ():
+        if isinstance(tool, str):
+            tool = json.loads(tool)
+        if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
+            raise InputError(f"tools must be a list of functions with names, not {value:.100}")
+        tools.append({"type": "function", "function": tool.get("function", tool)})
+    return tools
 
 
 def prompt_of(row, prompt_column, chat, optional):
     # Returns a row's prompt in the form that encode_rows takes: a string or messages.
     filled = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     column = prompt_column or (filled or PROMPT_COLUMNS)[0]
-    prompt = row.get(column)
+    prompt = messages_in(row.get(column))
     if prompt is None:
         if optional:
             return [{"role": "user", "content": ""}]
@@ -235,6 +314,13 @@ def prompt_of(row, prompt_column, chat, optional):
     return prompt
 
 
+def messages_in(value):
+    """Return a value of a row, or its messages if it is the JSON text of a list of them."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""", value):
+        return json.loads(value)
+    return value
+
+
 def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
     Arrow writes into every field that another message has. The arguments of a call may be a JSON string, and
@@ -244,11 +330,15 @@ def as_message(message):
         fields = json.loads(json.dumps(message, default=date_as_text), object_hook=without_null)
     if "from" in fields:                                        # ShareGPT's form
         fields = {"role": fields.pop("from"), "content": fields.pop("value", "")} | fields
+    if "reasoning" in fields:
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
     role = str(fields.get("role")).lower()
+    calls = fields.pop("function_call", [])                     # OpenAI's older form has a single one
     if role == "function_call":
         calls = json.loads(fields.pop("content"))
-        if not isinstance(calls, list):
-            calls = [calls]
+    if not isinstance(calls, list):
+        calls = [calls]
+    if calls:
         fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     for call in fields.get("tool_calls", []):
         fields.setdefault("content", "")
@@ -290,7 +380,9 @@ def answer_of(row, columns):
     if isinstance(row.get("reward_model"), dict):
         truths["reward_model.ground_truth"] = row["reward_model"].get("ground_truth")
     for column in columns:
-        truth = truths.get(column)
+        truth = messages_in(truths.get(column))
+        if isinstance(truth, list) and truth and isinstance(truth[-1], dict):
+            truth = as_message(truth[-1])["content"]            # what the last of the messages says
         values = truth
         if not isinstance(truth, list):
             values = [truth]
@@ -312,8 +404,8 @@ def is_answer(value):
 def files_of(setting):
     # Yields the files that the setting train_file or eval_file stands for, as pairs (name of the file, source
     # of its rows or None): files, folders, patterns and files of the hub, with commas between them, each of
-    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted. What is no file stays as it
-    # is, and read_rows refuses it. An empty setting goes by the name of both.
+    # them alone or as SOURCE=PATH. Those of a folder or of a pattern are sorted, and have to be of one split.
+    # What is no file stays as it is, and read_rows refuses it. An empty setting goes by the name of both.
     sources = set()
     for part in specs(setting) or ["train_file or eval_file"]:
         source, path = re.fullmatch(r"(?s)(?:([\w.-]+)=)?(.*)", part).groups()
@@ -330,7 +422,13 @@ def files_of(setting):
             matches = glob.glob(f"{glob.escape(path)}/*")
         elif not os.path.isfile(path):
             matches = glob.glob(path, recursive=True)
-        for file in sorted(match for match in matches if match.endswith(FILE_KINDS)) or [path]:
+        files = sorted(filter(FILE_KIND.search, matches)) or [path]
+        start = len(os.path.commonpath(files))
+        splits = [SPLIT.findall(file[start:].lower())[-1:] for file in files]
+        if len({*sum(splits, [])}) > 1:
+            raise InputError(f"{part}: files of different splits, and only some of them are to be read: "
+                             f"{', '.join(files):.2000}")
+        for file in files:
             yield file, source
 
 
@@ -339,14 +437,20 @@ def read_rows(name):
     path = name
     if name.startswith("hf://datasets/"):
         path = hub_file(name)
-    if not (path.endswith(FILE_KINDS) and os.path.isfile(path)):
-        raise InputError(f"{name}: no such file of .jsonl, .json or .parquet, nor a folder or a pattern of "
-                         "such files, which commas separate; SOURCE=PATH names the source of its rows")
-    with naming(name), open(path, "rb") as file:
-        if path.endswith(".parquet"):
-            rows = parquet_rows(file)
+    kind = FILE_KIND.search(path)
+    if not (kind and os.path.isfile(path)):
+        raise InputError(f"{name}: no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow, "
+                         "nor a folder or a pattern of such files, which commas separate; SOURCE=PATH names "
+                         "the source of its rows")
+    ending = kind[1].lower()
+    open_file = gzip.open if kind[2] else open
+    with naming(name), open_file(path, "rb") as file:
+        if ending in ("parquet", "arrow"):
+            rows = arrow_rows(file, ending)
+        elif ending in ("csv", "tsv"):
+            rows = csv_rows(file, ending)
         # There may be a byte order mark, which json reads over.
-        elif file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        elif file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             rows = json.load(file)
         else:
             for number, line in enumerate(file, 1):
@@ -372,16 +476,40 @@ def hub_file(name):
         raise InputError(f"no such file; there are {files:.2000}")
 
 
-def parquet_rows(file):
-    # Yields the rows of a parquet file.
+def csv_rows(file, ending):
+    # Yields the rows of a CSV or TSV file, whose first line names the columns. A cell is a text, or absent if
+    # it is empty.
+    lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True,
+                           delimiter="\t" if ending == "tsv" else ",")
+    for row in lines:
+        if None in row or None in row.values():
+            raise InputError(f"line {lines.line_num} has more or fewer cells than the first line")
+        yield {column: cell for column, cell in row.items() if cell}
+
+
+def arrow_rows(file, ending):
+    # Yields the rows of a parquet file, or of an Arrow file as the package datasets saves it.
     import pyarrow.parquet                                      # only those who have such a file wait for it
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000):
-        columns = []
-        for column in batch.columns:
-            if column.type == pyarrow.float32():                # 0.1 is to be 0.1, and not 0.10000000149
-                column = column.cast(pyarrow.string()).cast(pyarrow.float64())
-            columns.append(column)
-        yield from pyarrow.table(columns, batch.schema.names).to_pylist()
+    if ending == "arrow":
+        batches = pyarrow.ipc.open_stream(file)
+    else:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield {field.name: as_written(row[field.name], field.type) for field in batch.schema}
+
+
+def as_written(value, kind):
+    # Returns a value of Arrow's type `kind` as it was written. In float16 and float32 0.1 is to be 0.1, and
+    # not 0.10000000149.
+    if "float" in str(kind):                                    # as the name of a field as well
+        if isinstance(value, list):
+            return [as_written(item, kind.field(0).type) for item in value]
+        if isinstance(value, dict):
+            return {field.name: as_written(value[field.name], field.type) for field in kind}
+        if isinstance(value, float):
+            return float(str(kind.to_pandas_dtype()(value)))
+    return value
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -401,10 +529,11 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
-    schemas for the template. Raises InputError for messages without a template or with one that fails, and
-    for a string with a system prompt.
+    schemas for the template, for rows that have none of their own. Raises InputError for messages without a
+    template or with one that fails, and for a string with a system prompt.
     """
-    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in rows]
+    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, row.get("tools") or tools)
+             for name, row in rows]
     if not texts:
         return []
     # All at once, which is faster. A template writes the special tokens itself.
@@ -454,6 +583,13 @@ def whole_text(prompt):
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
+@functools.cache
+def say_once(message):
+    # Prints a message of which all ranks know, if it was not printed before.
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+
+
 class Prompts:
     """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB.
 
@@ -473,7 +609,8 @@ class Prompts:
         return [prompt._replace(number=number) for prompt, number in zip(prompts, numbers)]
 
     def draw(self, position, count, seed):
-        """Return the next `count` prompts that fit, the same on every rank, and the new position.
+        """Return the next `count` prompts that fit, the same on every rank, and the new position. A row that
+        the chat template refuses is passed over as well, and named once.
 
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
         order (epoch_order), so resuming needs no more.
@@ -481,18 +618,22 @@ class Prompts:
         size = len(self.rows)
         drawn = []
         while len(drawn) < count:
-            places = range(position, position + count - len(drawn))
-            numbers = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            for place, prompt in zip(places, self.encoded(numbers)):
-                if len(prompt.ids) <= self.s.max_prompt_length:
-                    drawn.append(prompt._replace(epoch=place // size))
-            position = places.stop
+            epoch, place = divmod(position, size)
+            position += 1
+            try:
+                [prompt] = self.encoded([epoch_order(size, epoch, seed)[place]])
+            except InputError as error:
+                say_once(f"{error}: this row is passed over")
+                continue
+            if len(prompt.ids) <= self.s.max_prompt_length:
+                drawn.append(prompt._replace(epoch=epoch))
         return drawn, position
 
     def check(self):
         """Raise InputError now, and not after hours, for a row that an environment or the template refuses.
 
-        Of the rows whose messages have the same roles, and calls in the same places, the first is tried.
+        Of the rows whose messages have the same roles, and calls in the same places, the first is tried, and
+        the first of those that have tools.
         """
         s = self.s
         template = str(self.tokenizer.chat_template)
@@ -500,15 +641,20 @@ class Prompts:
         for name, row in self.rows:
             prompt = row["prompt"]
             messages = [] if isinstance(prompt, str) else prompt
-            kind = tuple((message["role"], "tool_calls" in message) for message in messages)
+            tools = row.get("tools")
+            kind = bool(tools), *((message["role"], "tool_calls" in message) for message in messages)
             if kind in tried:
                 continue
             tried.add(kind)
             # What replies to the model would have no place in other prompts.
-            if (s.environment or s.tools) and (not messages or messages[-1]["role"] == "assistant"):
+            if (s.environment or s.tools) and (tools or not messages or messages[-1]["role"] == "assistant"):
                 raise InputError(f"{name}: an environment and tools need prompts that are lists of messages, "
-                                 "the last one not the assistant's")
-            text = as_text(self.tokenizer, name, prompt, s.chat, s.system_prompt, self.tools)
+                                 "the last one not the assistant's, and rows without tools")
+            render = functools.partial(as_text, self.tokenizer, name, prompt, s.chat, s.system_prompt)
+            text = render(tools or self.tools)
+            if tools and text == render(None):
+                raise InputError(f"{name}: a row's tools need messages and a chat template with a place for "
+                                 "them")
             for message in [{"role": "system", "content": s.system_prompt}, *messages]:
                 left_out = message["content"].strip() not in text
                 # A template may shorten an earlier answer and rewrite what a tool has returned, but it has to
@@ -528,7 +674,22 @@ def load_prompts(tokenizer, settings, tools=None):
     train_set, fitting, train_note = load_split(tokenizer, settings, "train", tools)
     _, eval_set, eval_note = load_split(tokenizer, settings, "eval", tools)
     return train_set, eval_set, (f"The run trains on {train_note} and is evaluated on {eval_note}.\n"
-                                 f"{shown_prompt(tokenizer, fitting[0])}")
+                                 f"{unread_columns(train_set)}{shown_prompt(tokenizer, fitting[0])}")
+
+
+def unread_columns(prompts):
+    """Return a line that lists the columns of a file's rows which no model reads or learns, or "" if there
+    are none. prompts: the Prompts of a split."""
+    s = prompts.s
+    _, row = prompts.rows[0]
+    read = [*READ_COLUMNS, s.prompt_column, s.answer_column]
+    if not isinstance(row["prompt"], str):                      # a string has no system message
+        read.append("system")
+    unread = [column for column in row if column not in read and f"{{{column}}}" not in s.prompt_format]
+    if s.task != "file" or not unread:
+        return ""
+    return (f"The model does not read the columns {', '.join(unread)}; rewards may (--prompt_format puts "
+            "columns into the prompt).\n")
 
 
 def shown_prompt(tokenizer, prompt):

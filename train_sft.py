@@ -24,7 +24,7 @@ from episodes import Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, make_optimizer, micro_batches, open_folders,
                    set_rates)
 from runtime.run import Run
-from tasks.examples import load_examples
+from tasks.examples import draw, load_examples
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -67,17 +67,24 @@ with input_errors():                                            # an InputError 
     # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
     # and the next completion follows.
     player = Player(settings, tokenizer, folders.eos_ids)
-    # train_rows and held_out have a list of examples for each row; eval_set is a list of held-out prompts.
+    # train_rows and held_out have a list of examples for each row, which is empty if the row is too long;
+    # eval_set is a list of held-out prompts.
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
-    turn = train_rows[0][-1]
+    turn = next(filter(None, train_rows))[-1]
+    note = data.unread_columns(train_set)
+    scored = reward != "none"                                   # whether held-out prompts are sampled
+    # The task's own reward compares with answers.
+    if eval_set[0].row.get("answer") is None and not (reward or reward_model or agent or player.reward_part):
+        scored = False
+        note += "The rows have no answers to score by, so the evaluation is their held-out loss alone."
     # The run ends here if it is resumed with other prompts. The text is for the console.
     run.check_data(folders, train_set, eval_set, (
-        f"The run learns {len(train_rows):,} of {len(train_set.rows):,} rows, those of at most {longest} "
-        f"tokens. In the first one, {tokenizer.decode(turn.ids)[-500:]!r}, it learns "
-        f"{tokenizer.decode(turn.sampled_ids)[:500]!r}."))
+        f"The run learns {sum(map(bool, train_rows)):,} of {len(train_rows):,} rows, those of at most "
+        f"{longest} tokens. In the first one, {tokenizer.decode(turn.ids)[-500:]!r}, it learns "
+        f"{tokenizer.decode(turn.sampled_ids)[:500]!r}.\n{note}"))
     rollout_engine = rollout.Engine()                           # this one samples nothing
-    if reward != "none":                                        # with a reward, held-out prompts are sampled
+    if scored:
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
         rollout_engine = rollout.load_engine(
@@ -98,7 +105,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         logps = gathered_logprobs(policy, sum(held_out, []), token_budget, temperature)         # {s: [len]}
         log.metrics["eval/token_loss"] = -torch.cat([*logps.values()]).mean().item()
         log.say(f"step {step:3d}  eval/token_loss {log.metrics['eval/token_loss']:.4f}")
-        if reward != "none":
+        if scored:
             rollout_engine.update_weights(policy, step)
             log.evaluate(eval_set, eval_samples, sample, scorer)        # samples, scores and logs
     if run.due(step, save_interval):
@@ -108,9 +115,9 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 1 rows
     run.stop_if_signalled()                                     # saves and ends the run after a Ctrl-C
-    places = range(step * prompts_per_step, (step + 1) * prompts_per_step)      # counted over epochs
-    size = len(train_rows)
-    examples = sum([train_rows[data.epoch_order(size, i // size, seed)[i % size]] for i in places], [])
+    # A checkpoint of an earlier version of this file has the position 0.
+    position = run.state["position"] or step * prompts_per_step
+    examples, run.state["position"] = draw(train_rows, position, prompts_per_step, seed)
 
     # ------------------------------------------------------------ 2 update
     with log.timed("update_actor"):

@@ -207,7 +207,7 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     if settings:
         if settings.chat_template:
             with reading(f"chat_template={settings.chat_template}"):
-                tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text("utf-8")
+                tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text("utf-8-sig")
         with reading(f"chat_template_kwargs={settings.chat_template_kwargs}"):
             template_kwargs = dict(json.loads(settings.chat_template_kwargs or "{}"))
         for name in template_kwargs:

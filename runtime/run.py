@@ -35,7 +35,7 @@ from runtime.memory import forecast_note
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
-        "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
+        "prompt_format", "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "lora_rank", "best_by")
 MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
 BOUNDED = "gspo", "gmpo", "cispo", "dppo"       # values of loss_type with clip bounds of their own

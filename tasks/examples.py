@@ -6,6 +6,7 @@ although nobody sampled it, so examples are packed, dealt to ranks and computed 
 row the turns of a conversation share the tokens with which all of them begin.
 
     load_examples   the examples of the rows of a split
+    draw            the examples that a step learns
     examples_of     those of a row
     answer_of       what the assistant says in a row
 """
@@ -15,27 +16,50 @@ from configurator import InputError
 import data
 from rollout import Rollout
 
+# Fields of a message with which other trainers say that a turn is not learned, by 0 or false
+MARKS = "weight train training trainable loss loss_mask".split()
+
 
 def load_examples(player, split):
     """Return the Prompts of a split, a list of encoded prompts, and for each row a list of its examples.
 
-    The first two come from data.load_split. For the third all rows are encoded at once, and rows of more than
-    max_prompt_length + max_completion_length tokens are left out. player: the run's episodes.Player, which
-    has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
+    The first two come from data.load_split. For the third all rows are encoded at once. The list of a row of
+    more than max_prompt_length + max_completion_length tokens is empty. player: the run's episodes.Player,
+    which has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
     data.load_split and examples_of do, with the name of the row, and if no row is left.
     """
     s = player.settings
     prompts, encoded, _ = data.load_split(player.tokenizer, s, split, player.tools)
     examples = []
-    for name, row in prompts.rows:
+    rows = prompts.rows
+    if isinstance(rows, data.Rows):
+        rows = data.Rows(rows.packed)                           # without the columns that only others have
+    for name, row in rows:
         with data.naming(name):
             turns = examples_of(row, player)
-        if max(len(r.ids) for r in turns) <= s.max_prompt_length + s.max_completion_length:
-            examples.append(turns)
-    if not examples:
+        if max((len(r.ids) for r in turns), default=0) > s.max_prompt_length + s.max_completion_length:
+            turns = []
+        examples.append(turns)
+    if not any(examples):
         raise InputError(f"max_completion_length={s.max_completion_length}: each of {len(prompts.rows)} "
-                         f"{split} rows has more tokens than this and max_prompt_length together")
+                         f"{split} rows has more tokens than this and max_prompt_length together, or nothing "
+                         "to learn")
     return prompts, encoded, examples
+
+
+def draw(rows, position, count, seed):
+    """Return the examples of the next `count` rows that have any, and the new position, as Prompts.draw does.
+
+    rows: the examples of each row of the data, so the position counts rows of the data as well.
+    """
+    drawn = []
+    while len(drawn) < count:
+        epoch, place = divmod(position, len(rows))
+        position += 1
+        examples = rows[data.epoch_order(len(rows), epoch, seed)[place]]
+        if examples:
+            drawn.append(examples)
+    return sum(drawn, []), position
 
 
 def examples_of(row, player):
@@ -49,6 +73,9 @@ def examples_of(row, player):
     answer then follows it as it stands, with the first of the eos_ids, and of a whole conversation only the
     last answer is learned.
 
+    A turn that one of MARKS takes out is not learned, and a row of such turns has no examples. A row that
+    consists of a text alone is learned from its second token on.
+
     Raises InputError if answer_of does, and if the template leaves out a part of a turn or its end token, or
     changes what is before the turn.
     """
@@ -56,21 +83,27 @@ def examples_of(row, player):
     tokenizer = player.tokenizer
     prompt = row["prompt"]
     answer, whole = answer_of(row, s)
+    if not answer:
+        [encoded] = data.encode_rows(tokenizer, [("text", {"prompt": row[s.prompt_column]})])
+        ids = encoded.ids[1:] + player.eos_ids[:1]
+        return [Rollout.single(encoded.ids[:1], ids, [0.0] * len(ids), "stop")]
     if whole:
         if prompt[len(prompt) - len(answer) + 1:] != answer[:-1]:
             raise InputError(f"the prompt {prompt!r:.200} is not what comes before the last answer in the "
                              "row's messages: --prompt_column=messages takes it from there")
         answer = answer[-1:]
     if isinstance(prompt, str) or not s.chat or prompt[-1]["role"] == "assistant":
+        if not is_learned(answer[-1]):
+            return []
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
         ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + player.eos_ids[:1]
         return [Rollout.single(encoded.ids, ids, [0.0] * len(ids), "stop")]
     prompt = player.messages(prompt)                            # with the system prompt
     messages = [*prompt, *answer]
-    render = partial(tokenizer.apply_chat_template, tools=player.tools, tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or player.tools, tokenize=False)
     examples = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < len(prompt) and not whole:
+        if message["role"] != "assistant" or number < len(prompt) and not whole or not is_learned(message):
             continue
         texts = [render(messages[:number], add_generation_prompt=True), render(messages[:number + 1])]
         before, after = tokenizer(texts, add_special_tokens=False).input_ids
@@ -94,17 +127,32 @@ def examples_of(row, player):
     return examples
 
 
+def is_learned(message):
+    # Returns whether none of MARKS says that the message is not learned.
+    return all(message.get(mark, 1) for mark in MARKS)
+
+
 def answer_of(row, s):
     """Return the messages in the column that holds a row's answer, and whether these are the row's whole
-    conversation, in which the row teaches all that the assistant says. Raises InputError without an
-    answer."""
-    for column in ("completion", "messages", "conversations", s.answer_column, "solution", "answer"):
-        answer = row.get(column)
-        if data.is_answer(answer):
+    conversation, in which the row teaches all that the assistant says. A row of nothing but a text has no
+    messages: it is learned as it is. Raises InputError without an answer."""
+    text = row.get(s.prompt_column)
+    columns = [s.prompt_column, "completion", "messages", "conversations"]
+    if "completion" not in row:                                 # a mere answer is no substitute for it
+        columns += [s.answer_column, "solution", "answer"]
+    for column in columns:
+        answer = data.messages_in(row.get(column))
+        if data.is_answer(answer) and answer != text:
             answer = [{"role": "assistant", "content": str(answer)}]
-        if isinstance(answer, list):
+        # The messages of a column `prompt` are no conversation with an answer at its end.
+        if isinstance(answer, list) and answer and column != "prompt":
             messages = [data.as_message(message) for message in answer]
+            whole = column in ("messages", "conversations", s.prompt_column)
+            if column == s.answer_column:
+                whole = messages[0]["role"] != "assistant"
             if messages[-1]["role"] == "assistant":
-                return messages, column in data.PROMPT_COLUMNS
+                return messages, whole
+    if isinstance(text, str) and s.prompt_column in ("text", s.answer_column):
+        return [], False
     raise InputError("there is nothing to learn: no messages end with the assistant's, and there is no "
                      f"completion, solution or answer; the columns are {', '.join(row)}")

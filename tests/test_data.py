@@ -1,10 +1,13 @@
 """Rows from everywhere, their prompts as tokens, and which of them a step uses; every error is provoked."""
 import copy
+import csv
 import datetime
 import gc
+import gzip
 import hashlib
 import http.server
 import importlib
+import io
 import json
 import pickle
 import re
@@ -24,7 +27,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 from runs import ROOT, launch, load_rows
 import rewards
-from runtime import checkpoint
+from runtime import checkpoint, run
 from tasks import generate_problems
 from tiny import pretrain
 
@@ -82,7 +85,7 @@ def test_a_difficulty_is_a_whole_number_from_1_to_100(difficulty, allowed):
 
 @pytest.mark.parametrize("split, eval_file", [("train", ""), ("train", "eval.jsonl"), ("eval", "")])
 def test_task_file_needs_a_file(split, eval_file):
-    with pytest.raises(ValueError, match="^train_file or eval_file: no such file of .jsonl, .json or .parquet"):
+    with pytest.raises(ValueError, match="^train_file or eval_file: no such file of .jsonl, .ndjson, .json, "):
         rows_of(split, eval_file=eval_file)
 
 
@@ -217,9 +220,13 @@ CONTENT = "and a content, a string or a list of text blocks"
     ({"prompt": [{"role": "user", "content": "1+1?"}], "system": {"text": "Add."}}, NEEDS),
     ({"prompt": "What is in <image>?", "images": ["a.png"]}, "images holds something, but a run reads text alone"),
     ({"prompt": "What is in it?", "image": {"path": "a.png"}}, "image holds something"),
+    *(({"prompt": "What is in it?", "answer": "2", column: value}, f"{column} holds something, but a run reads text alone")
+      for column in ("image_1", "picture", "speech") for media in ({"bytes": "x", "path": None}, {"bytes": None, "path": "a.wav"})
+      for value in (media, [media], [media, media])),
     ({"prompt": "What is in it?", "videos": "a.mp4"}, "videos holds something"),
-    ({"prompt": "Add 1 and 1.", "tools": [{"type": "function", "function": {"name": "add"}}]}, "tools holds something"),
-    ({"prompt": "Add 1 and 1.", "tools": '[{"name": "add"}]'}, "tools holds something"),
+    *(({"prompt": "1+1?", "tools": tools}, "tools must be a list of functions with names, not ")
+      for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"])),
+    *(({"prompt": "1+1?", "tools": tools}, "Expecting value") for tools in ("add", ["add"], {"name": "add"})),
     ({"prompt": "1+1?", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs holds something"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
@@ -245,7 +252,14 @@ def test_file_errors_name_the_line(tmp_path, row, message):
 
 @pytest.mark.parametrize("name, content, message", [
     ("rows.jsonl", None, "no such file"), ("rows.parquet", None, "no such file"),
-    ("rows.csv", b"prompt,answer\n", "no such file of .jsonl, .json or .parquet"),
+    ("rows.txt", b"prompt,answer\n", "no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow"),
+    ("dataset_info.json", b'{"features": {}}', "no such file of .jsonl"), ("state.json", b"{}", "no such file of .jsonl"),
+    ("rows.csv", b"prompt,answer\n", "no rows"), ("rows.csv", b"", "no rows"),
+    ("rows.csv", b"prompt,answer\na,1\nb,2,3\n", "line 3 has more or fewer cells than the first line"),
+    ("rows.tsv", b"prompt\tanswer\na\n", "line 2 has more or fewer cells than the first line"),
+    ("rows.csv", b'prompt,answer\n"a,1\n', "Error('unexpected end of data')"),
+    ("rows.csv", b"prompt,answer\n\xff,1\n", "'utf-8' codec can't decode"),
+    ("rows.jsonl.gz", b"not gzip", "BadGzipFile"), ("rows.arrow", b"not arrow", "Expected to read"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
     ("rows.jsonl", b'{"prompt": "\xff"}', "1: 'utf-8' codec can't decode"),
     ("rows.json", b'[{"prompt": "a"}', "Expecting ',' delimiter"),
@@ -314,6 +328,59 @@ def test_columns_that_settings_name(tmp_path):
             ({"answer_column": "result"}, "no answer in result; the columns are prompt, answer")):
         with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: {message}"):
             read(path, **settings)
+
+
+@pytest.mark.parametrize("prompt_format, prompts", [
+    (r"{instruction}\n{input}", ["Add.\n1+1", "Name one.", "Name two."]),
+    (r"{instruction}\n\nInput: {input}\n\n{n}", ["Add.\n\nInput: 1+1\n\n0", "Name one.\n\nInput: \n\n1", "Name two.\n\nInput: "]),
+    (r"{input}\n\n{instruction}\n\n{input} \nEnd\n", ["1+1\n\nAdd.\n\n1+1 \nEnd\n", "Name one.\nEnd\n", "Name two.\nEnd\n"]),
+    # Braces around anything else stay, as do those in a value.
+    (r"\boxed{} {a} \frac{1}{2} {{n}} {in put}{options}",
+     [r"\boxed{} {a} \frac{1}{2} {0} y", r"\boxed{} {a} \frac{1}{2} {1} " + "a\n{n}", r"\boxed{} {a} \frac{1}{2} {} "])])
+def test_a_prompt_of_several_columns(tmp_path, prompt_format, prompts):
+    path = write(tmp_path / "rows.jsonl", {"instruction": "Add.", "input": "1+1", "n": 0, "in put": "y"},
+                 {"instruction": "Name one.", "input": "", "n": 1, "options": ["a", "{n}"]},
+                 {"instruction": "Name two.", "input": None, "options": []})
+    assert [prompt for prompt, _ in read(path, prompt_format=prompt_format, chat=False)] == prompts
+    assert [prompt for prompt, _ in read(path, prompt_format=prompt_format)] == [
+        [{"role": "user", "content": prompt}] for prompt in prompts]
+
+
+def test_a_format_of_prompts_and_a_system_message(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"system": "Add.", "prompt": "1+1", "context": ["x"], "answer": "2"})
+    told = {"role": "system", "content": "Add."}
+    assert read(path, prompt_format="{prompt}?") == [([told, ASKED], "2")]
+    assert read(path, prompt_format="{system} {prompt}?") == [([{"role": "user", "content": "Add. 1+1?"}], "2")]
+    # It takes the place of a column.
+    assert read(path, prompt_format="{prompt}?", prompt_column="answer") == [([told, ASKED], "2")]
+    with pytest.raises(ValueError, match=f"^{path}:1: empty prompt"):
+        read(write(tmp_path / "rows.jsonl", {"input": "", "answer": "2"}), prompt_format="{input}")
+
+
+def test_a_resumed_run_needs_the_same_format_of_prompts(tmp_path, capsys):
+    (tmp_path / "trainer").mkdir()
+    state = {"step": 1, "settings": {"prompt_format": "{a}"}}
+    (tmp_path / "trainer/state.json").write_text(json.dumps(state))
+    resume = lambda text: run.read_state(str(tmp_path), state, SimpleNamespace(prompt_format=text, max_steps=2), "x.py")
+    assert resume("{a}")[0] == state
+    with pytest.raises(SystemExit):
+        resume("{b}")
+    assert f"prompt_format={{b}}, but {tmp_path} comes from a run with prompt_format={{a}}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings, unread", [
+    ({}, "system, context, id"), ({"prompt_column": "prompt"}, "context, id"),
+    ({"prompt_format": "{context} {prompt}"}, "id"), ({"answer_column": "id", "prompt_format": "{context}{prompt}"}, ""),
+    ({"task": "algebra", "train_file": "", "eval_file": ""}, "")])
+def test_columns_that_no_model_reads_are_listed(load_prompts, tmp_path, settings, unread):
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1+1", "system": "Add.", "context": "x", "answer": "2", "id": 7,
+                                           "images": [], "data_source": "sums", "tools": [], "reward_model": {"ground_truth": "2"}})
+    data.file_rows.cache_clear()
+    note = load_prompts(**{"task": "file", "train_file": path, "eval_file": path} | settings)[2]
+    if unread:
+        assert f"\nThe model does not read the columns {unread}; rewards may (--prompt_format" in note
+    else:
+        assert "does not read" not in note
 
 
 ASKED = {"role": "user", "content": "1+1?"}
@@ -399,8 +466,62 @@ def test_a_message_without_a_text_is_empty():
 
 
 def test_columns_of_pictures_may_be_empty(tmp_path):
-    path = write(tmp_path / "rows.jsonl", GOOD | {"images": [], "image": None, "videos": []})
-    assert read(path) == [("1+1?", "2")]
+    for more in ({"picture": None}, {"picture": []}, {"file": {"path": "a.py"}}):
+        path = write(tmp_path / "rows.jsonl", GOOD | {"images": [], "image": None, "videos": []} | more)
+        assert read(path) == [("1+1?", "2")]
+    path = str(tmp_path / "rows.parquet")
+    as_parquet(tmp_path / "rows.parquet", [GOOD | {"scan": {"bytes": b"x", "path": "a.png"}}])
+    with pytest.raises(ValueError, match=f"^{path}: row 1: scan holds something"):
+        read(path)
+
+
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+SCHEMA = {"type": "function", "function": ADD}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("tools, expected", [
+    # Schemas, and functions alone as in xLAM's rows; lists, and texts of lists, of all and of each of them
+    *((form(value), [SCHEMA]) for value in (SCHEMA, ADD, SCHEMA | {"strict": True})
+      for form in (lambda x: [x], lambda x: json.dumps([x]), lambda x: [json.dumps(x)])),
+    (None, []), ([], []), ("[]", []), ("", []), (" \n", []), ("null", [])])
+def test_tools_of_a_row(tmp_path, kind, tools, expected):
+    rows = [{"prompt": [ASKED], "tools": tools}]
+    if isinstance(tools, list) and tools and isinstance(tools[0], dict):
+        other = copy.deepcopy(tools)
+        other[0].get("function", other[0])["parameters"]["properties"] = {"b": {"type": "string", "enum": ["x"]}}
+        rows.append({"prompt": [ASKED], "tools": other})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        as_parquet(path, rows)
+    else:
+        write(path, *rows)
+    data.file_rows.cache_clear()
+    found = [row for _, row in data.file_rows(str(path))]
+    assert found[0]["tools"] == expected
+    if found[1:]:
+        assert found[1]["tools"][0]["function"]["parameters"]["properties"] == {"b": {"type": "string", "enum": ["x"]}}
+
+
+def test_tools_of_a_row_go_through_the_template(load_prompts, tokenizer, tmp_path):
+    rows = [{"prompt": [ASKED], "tools": [ADD]}, {"prompt": [ASKED], "tools": []}, {"prompt": "1+1?", "tools": "[]"}]
+    settings = {"task": "file", "max_prompt_length": 200, "train_file": write(tmp_path / "rows.jsonl", *rows)}
+    settings["eval_file"] = settings["train_file"]
+    texts = [tokenizer.decode(prompt.ids) for prompt in load_prompts(**settings)[1]]
+    render = lambda tools: tokenizer.apply_chat_template([ASKED], tools=tools, tokenize=False, add_generation_prompt=True)
+    assert texts == [render([SCHEMA]), render(None), "1+1?"] and "add" in texts[0]
+    deaf = copy.deepcopy(tokenizer)
+    deaf.chat_template = QWEN3
+    needs = "a row's tools need messages and a chat template with a place for them"
+    alone = "an environment and tools need .* and rows without tools"
+    for changed, model, message in (({}, deaf, needs), ({"chat": False}, tokenizer, needs),
+                                    ({"environment": "game.py:Game"}, tokenizer, alone), ({"tools": "x.py:y"}, tokenizer, alone)):
+        with pytest.raises(ValueError, match=f"^{settings['train_file']}:1: {message}"):
+            data.load_prompts(model, SimpleNamespace(**SETTINGS | settings | changed))
+    # The first of a kind is tried, with and without tools.
+    path = write(tmp_path / "rows.jsonl", *rows[1:], {"prompt": "2+2?", "tools": [ADD]})
+    with pytest.raises(ValueError, match=f"^{path}:3: {needs}"):
+        load_prompts(**settings)
 
 
 def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_path):
@@ -416,9 +537,10 @@ def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_pa
 
 
 def test_a_source_is_not_replaced(tmp_path):
-    rows = [GOOD | {"source": "x", "data_source": "y"}, GOOD | {"source": None, "data_source": "y"}, GOOD]
+    rows = [GOOD | {"source": "x", "data_source": "y"}, GOOD | {"source": None, "data_source": "y"}, GOOD,
+            GOOD | {"data_source": "y", "dataset": "z"}, GOOD | {"dataset": "z"}, GOOD | {"dataset": ["ifeval", "code"]}]
     path = write(tmp_path / "rows.jsonl", *rows)
-    assert [row["source"] for _, row in data.file_rows(path)] == ["x", "y", None]
+    assert [row["source"] for _, row in data.file_rows(path)] == ["x", "y", None, "y", "z", "ifeval, code"]
 
 
 def test_messages_with_calls(tmp_path):
@@ -460,9 +582,73 @@ def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert read(tmp_path / "rows.parquet") == read(write(tmp_path / "rows.jsonl", *rows)) == [
         (row["prompt"], None) for row in rows]
-    numbers = pyarrow.table({"prompt": ["a", "b"], "answer": pyarrow.array([0.1, 3.0], pyarrow.float32())})
-    pyarrow.parquet.write_table(numbers, tmp_path / "rows.parquet")
-    assert [answer for _, answer in read(tmp_path / "rows.parquet")] == [0.1, 3.0]
+    for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
+        listed, answer = pyarrow.list_(kind), {"ground_truth": 0.1, "float": [{"x": 0.7}, {"x": None}]}
+        columns = {"prompt": (["a", "b", "c"], pyarrow.string()), "answer": ([0.1, 3.0, 1e-3], kind),
+                   "list": ([[0.1, None], [], None], listed), "large": ([[0.3]] * 3, pyarrow.large_list(kind)),
+                   "pair": ([[0.1, 0.2]] * 3, pyarrow.list_(kind, 2)), "lists": ([[[0.6]]] * 3, pyarrow.list_(listed)),
+                   "reward_model": ([answer, {"ground_truth": None, "float": None}, None],
+                                    pyarrow.struct([("ground_truth", kind), ("float", pyarrow.list_(pyarrow.struct([("x", kind)])))])),
+                   "map": ([[("a", 1.0)]] * 3, pyarrow.map_(pyarrow.string(), kind)), "float": (["x"] * 3, pyarrow.string())}
+        table = pyarrow.table({name: pyarrow.array(*column) for name, column in columns.items()})
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        data.file_rows.cache_clear()
+        rows = [row for _, row in data.file_rows(str(tmp_path / "rows.parquet"))]
+        assert {name: [row[name] for row in rows] for name in columns} == {name: values for name, (values, _) in columns.items()}
+
+
+FORMS = [{"prompt": "a\nb, \u00e4", "answer": "007"}, {"prompt": '"c"\tx', "answer": "1e5", "hint": "NaN"}]
+
+
+def written(path, rows):
+    """Writes rows to a file of the form that its name says."""
+    name = path.name.lower()
+    if ".csv" in name or ".tsv" in name:
+        buffer = io.StringIO(newline="")
+        writer = csv.DictWriter(buffer, ["prompt", "answer", "hint"], delimiter="\t" if ".tsv" in name else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+        content = ("\ufeff" + buffer.getvalue()).encode()
+    elif name.endswith(".parquet"):
+        return as_parquet(path, [{"hint": None} | row for row in rows])
+    elif name.endswith(".arrow"):
+        pyarrow = pytest.importorskip("pyarrow")
+        table = pyarrow.Table.from_pylist(rows, pyarrow.schema([(key, pyarrow.string()) for key in ("prompt", "answer", "hint")]))
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=1)
+        return None
+    else:
+        content = (json.dumps(rows) if ".json" in name and ".jsonl" not in name else "\n".join(map(json.dumps, rows))).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+
+
+@pytest.mark.parametrize("name", [
+    "rows.jsonl", "rows.JSONL", "rows.jsonl.gz", "ROWS.Jsonl.GZ", "rows.ndjson", "rows.ndjson.gz", "rows.json", "rows.json.gz",
+    "rows.Parquet", "rows.csv", "rows.CSV", "rows.tsv", "rows.csv.gz", "rows.arrow"])
+def test_forms_of_files(tmp_path, name):
+    written(tmp_path / name, FORMS)
+    (tmp_path / "README.txt").write_text("no rows")
+    for setting in (tmp_path / name, tmp_path, f"{tmp_path}/*", f"x={tmp_path}"):
+        data.file_rows.cache_clear()
+        rows = [row for _, row in data.file_rows(str(setting))]
+        assert [{key: row[key] for key in ("prompt", "answer", "hint") if row.get(key)} for row in rows] == FORMS
+
+
+def test_a_saved_data_set(tmp_path):
+    """As datasets.Dataset.save_to_disk leaves it, and DatasetDict, whose splits are folders."""
+    for split in ("train", "test"):
+        folder = tmp_path / split
+        folder.mkdir()
+        (folder / "dataset_info.json").write_text(json.dumps({"features": {}}, indent=2))
+        (folder / "state.json").write_text(json.dumps({"_split": split}, indent=2))
+        for number, row in enumerate(FORMS):
+            written(folder / f"data-0000{number}-of-00002.arrow", [row])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert read(tmp_path / "train") == [(row["prompt"], row["answer"]) for row in FORMS]
+    with pytest.raises(ValueError, match=f"^{tmp_path}: no such file of .jsonl"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match="files of different splits"):
+        read(f"{tmp_path}/*/*")
 
 
 def test_a_home_folder(tmp_path, monkeypatch):
@@ -496,11 +682,18 @@ def sides(path):
             for split in ("train", "eval")]
 
 
+def test_prompts_of_a_template_are_not_held_out_in_clumps(tmp_path):
+    for template in ("What is {}{} + 1?", "{}x = {}", "{} and {}", "Is {}{} prime?"):
+        texts = [template.format(i, j) for i in range(10) for j in range(10)]
+        _, held_out = sides(write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts)))
+        assert 4 <= len(held_out) <= 24
+
+
 def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
-    """The hash is crc32, so the same rows are held out on every machine, in every order and in every file."""
+    """The hash is SHA-256, so the same rows are held out on every machine, in every order and in every file."""
     texts = [f"{i}+{i}=?" for i in range(800)]
     train, held_out = sides(write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts)))
-    assert held_out == [text for text in texts if zlib.crc32(text.encode()) % 8 == 0]
+    assert held_out == [text for text in texts if int(hashlib.sha256(text.encode()).hexdigest()[:2], 16) % 8 == 0]
     assert sorted(train + held_out) == sorted(texts) and 70 < len(held_out) < 130
     twice = [{"prompt": text, "answer": answer} for answer in "23" for text in reversed(texts[:100])]
     train, held_out = sides(write(tmp_path / "twice.jsonl", *twice))
@@ -512,7 +705,7 @@ def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
     assert 70 < len(held_out) < 130
     users = [[{"role": "user", "content": text}] for text in texts]
     train, held_out = sides(write(tmp_path / "users.jsonl", *({"prompt": user} for user in users)))
-    assert [user[0]["content"] for user in held_out] == [t for t in texts if generate_problems.held_out(t)]
+    assert [user[0]["content"] for user in held_out] == [t for t in texts if data.held_out(t)]
 
 
 def test_a_file_that_holds_both_sides_is_read_once(tmp_path, monkeypatch):
@@ -598,7 +791,8 @@ def mixture(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("setting, expected", [
     ("data/train-*.parquet", "a0 a1 b0 b1 c0 c1"),
-    ("data", "t0 t1 a0 a1 b0 b1 c0 c1 w0"),
+    ("data/*train*,data/words.jsonl,data/test-00000-of-00001.parquet", "a0 a1 b0 b1 c0 c1 w0 t0 t1"),
+    ("a=b", "e0"),
     ("**/*.json*", "e0 w0 m0:own"),
     ("all=data/train-*.parquet, test-1=data/test-00000-of-00001.parquet,data/words.jsonl",
      "a0:all a1:all b0:all b1:all c0:all c1:all t0:test-1 t1:test-1 w0"),
@@ -615,13 +809,37 @@ def test_several_files(mixture, monkeypatch, setting, expected):
     assert rows_of("eval", 0, eval_file=setting) == rows
 
 
+@pytest.mark.parametrize("names", [
+    "train.jsonl test.jsonl", "train-00000-of-00001.jsonl validation-00000-of-00001.jsonl", "Train.json TEST.json",
+    "a/train/x.jsonl a/dev/x.jsonl", "gsm8k_train.jsonl gsm8k_eval.jsonl rows.jsonl", "valid.jsonl test2.jsonl",
+    # These are of one split, or of none that the names say.
+    "!train-1.jsonl train-2.jsonl words.jsonl", "!test/a.jsonl test/b.jsonl", "!latest.jsonl training.jsonl trains.jsonl"])
+def test_files_of_different_splits_in_one_folder_are_refused(tmp_path, monkeypatch, names):
+    # The folder itself may have such a name.
+    folder = tmp_path / "train" / "test_rows"
+    for name in names.strip("!").split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(GOOD) + "\n")
+    monkeypatch.chdir(tmp_path)
+    for setting in ["train/test_rows", f"x={folder}"] * ("/" not in names) + ["train/*/**/*.json*", f"{folder}/**/*.json*"]:
+        data.file_rows.cache_clear()
+        if names.startswith("!"):
+            assert len(data.file_rows(setting)) == len(names.split())
+            continue
+        with pytest.raises(ValueError, match=f"^{re.escape(setting)}: files of different splits, .*{names.split()[1]}"):
+            data.file_rows(setting)
+    # Those that are named one by one are all read.
+    data.file_rows.cache_clear()
+    assert len(data.file_rows(",".join(f"{folder}/{name}" for name in names.strip("!").split()))) == len(names.split())
+
+
 def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
     texts = [f"{i}?" for i in range(100)]
     for name, answer in (("a", "1"), ("b", "2")):
         write(tmp_path / f"{name}.jsonl", *({"prompt": text, "answer": answer} for text in texts))
     train, held_out = sides(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
     assert len(train + held_out) == 200 and not set(train) & set(held_out)
-    assert sorted(held_out) == sorted(2 * [text for text in texts if zlib.crc32(text.encode()) % 8 == 0])
+    assert sorted(held_out) == sorted(2 * [text for text in texts if data.held_out(text)])
 
 
 @pytest.mark.parametrize("setting, name", [
@@ -632,12 +850,12 @@ def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
     ("words=", "")])
 def test_what_is_no_file_is_named_among_several(mixture, setting, name):
     write(mixture / "one, two.jsonl", GOOD)
-    with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .json or .parquet, nor a "
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .* or .arrow, nor a "
                                          "folder or a pattern of such files, which commas separate; "
                                          "SOURCE=PATH names the source of its rows"):
         data.file_rows(setting)
-    with pytest.raises(ValueError, match="^a=data,b=data,a=more: the source a is named twice; a folder or a pattern"):
-        data.file_rows("a=data,b=data,a=more")
+    with pytest.raises(ValueError, match="^a=a=b,b=a=b,a=more: the source a is named twice; a folder or a pattern"):
+        data.file_rows("a=a=b,b=a=b,a=more")
     # Commas that separate nothing are left out.
     assert [*data.files_of("data/words.jsonl,")] == [*data.files_of("data/words.jsonl")]
     # A pattern, or its folder, takes a file with a comma in its name.
@@ -670,7 +888,7 @@ def test_rows_whose_prompts_are_all_equal_may_be_held_out_as_well(tmp_path):
     for text in "abcdefgh":
         path = write(tmp_path / "rows.jsonl", *({"prompt": [{"role": "user", "content": text}], "game": i}
                                                 for i in range(20)))
-        split = "train" if generate_problems.held_out(text) else "eval"
+        split = "train" if data.held_out(text) else "eval"
         with pytest.raises(ValueError, match=f"none of 20 is for {split}; --eval_file=... names held-out rows, "
                                              "which may be those of the same file"):
             rows_of(split, 0, train_file=path)
@@ -780,7 +998,7 @@ def test_rows_from_the_hub(hub, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split, other", [("train", "eval"), ("eval", "train")])
 def test_a_file_with_an_empty_side_is_named(tmp_path, split, other):
-    texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == (other == "eval")][:3]
+    texts = [text for text in map(str, range(100)) if data.held_out(text) == (other == "eval")][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
     assert len(rows_of(other, 0, train_file=path)) == 3
     with pytest.raises(ValueError, match=f"^{path}: without an eval_file .* none of 3 is for {split}; --eval_file"):
@@ -1003,7 +1221,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "",
+            "environment": "", "prompt_column": "", "prompt_format": "", "answer_column": "", "system_prompt": "",
             "max_prompt_length": 24}
 
 
@@ -1078,6 +1296,34 @@ def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
         assert len(prompts) == 8
         drawn += prompts
     assert drawn[:len(expected)] == expected and len(expected) > 90
+
+
+def test_a_row_that_the_template_refuses_is_named_once_and_passed_over(tokenizer, tmp_path, capsys, monkeypatch):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = pretrain.CHAT_TEMPLATE + (
+        "{% if 'odd' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}")
+    order = data.epoch_order(600, 0, 0)
+    odd = {order[550], order[551], order[590]}
+    path = write(tmp_path / "rows.jsonl", *({"prompt": [{"role": "user", "content": f"{i}? {'odd' * (i in odd)}"}], "number": i}
+                                            for i in range(600)))
+    other = write(tmp_path / "other.jsonl", {"prompt": [ASKED]})
+    settings = SimpleNamespace(**SETTINGS | {"task": "file", "train_file": path, "eval_file": other, "train_prompts": 0})
+    train_set, _, _ = data.load_prompts(strict, settings)
+    train_set.check()
+    position, drawn = 0, []
+    for _ in range(200):                                        # two epochs and a little
+        prompts, position = train_set.draw(position, 6, 0)
+        assert len(prompts) == 6
+        drawn += [prompt.row["number"] for prompt in prompts]
+    expected = [i for epoch in range(3) for i in data.epoch_order(600, epoch, 0) if i not in odd]
+    assert drawn == expected[:1200] and position == 1206
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(int(re.search(r"jsonl:(\d+): .*not this.*: this row is passed over$", line)[1]) - 1 for line in said) == sorted(odd)
+    # One rank names it.
+    monkeypatch.setenv("RANK", "1")
+    data.say_once.cache_clear()
+    train_set.draw(0, 600, 0)
+    assert not capsys.readouterr().err
 
 
 def test_only_what_is_used_is_encoded(load_prompts, tmp_path):

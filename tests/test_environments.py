@@ -305,7 +305,7 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
         json.dumps({"opening": f"Game {i}?"}) + "\n" for i in range(40)) + '{"number": 3}\n')
     source = write(JUDGED)
     settings = SimpleNamespace(**SETTINGS | {
-        "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "prompt_column": "",
+        "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "prompt_column": "", "prompt_format": "",
         "answer_column": "", "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0,
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)
@@ -695,7 +695,8 @@ def test_a_template_hears_of_no_tools_where_a_class_has_none(write):
 # ---------------------------------------------------------------- templates that stand elsewhere
 
 def test_templates_may_stand_beside_a_model(tmp_path):
-    (tmp_path / "mine.jinja").write_text("{{ 'no think' if enable_thinking is false else 'think' }}")
+    # A byte order mark is none of the template.
+    (tmp_path / "mine.jinja").write_text("\ufeff{{ 'no think' if enable_thinking is false else 'think' }}")
     settings = SimpleNamespace(chat_template=str(tmp_path / "mine.jinja"), chat_template_kwargs="")
     folder = model_folder.SHIPPED["tiny"]
     ask = lambda tokenizer: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)

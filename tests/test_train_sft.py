@@ -13,9 +13,10 @@ from tokenizers.normalizers import NFC
 from transformers import AutoModelForCausalLM
 
 import config.shared
+import data
 from bench import worked
 from episodes import Player
-from tasks.examples import load_examples
+from tasks.examples import draw, load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer
 from tasks.reasoning_gym import full_marks
@@ -181,6 +182,16 @@ CALLS = {"messages": [said("user", "1+1"), {"role": "assistant", "tool_calls": [
                       said("tool", "2"), said("assistant", "two")]}
 THINKS = {"messages": [said("user", "1+1"), said("assistant", "two") | {"thinking": "why"}]}
 CASES = {
+    # A mere answer takes the place of no completion.
+    **{f"a completion {what}": (
+        {"prompt": "1+1=", "completion": completion, "answer": "2", "solution": "2"}, "", "rows.jsonl:2: there is nothing to learn")
+       for what, completion in {"of null": None, "without text": " ", "without messages": [],
+                                "of the user": [said("user", "2?")], "as text": json.dumps([said("user", "2?")])}.items()},
+    "messages that are not JSON": ({"prompt": str(TALK[1:3])}, "", "rows.jsonl:2: Expecting property name"),
+    "older calls are left out": ({"messages": [said("user", "1+1"), {"role": "assistant", "content": None, "function_call": {
+        "name": "add", "arguments": "{}"}}]}, PLAIN, "rows.jsonl:2: the chat template does not say .* it should write .*'add'"),
+    "reasoning is left out": ({"messages": [said("user", "1+1"), said("assistant", "two") | {"reasoning": "why"}]}, PLAIN,
+                              "rows.jsonl:2: the chat template does not say .* it should write .*'why'"),
     "no answer": ({"prompt": "1+1="}, "", "rows.jsonl:2: there is nothing to learn: no messages end"),
     "a question last": ({"messages": [said("user", "1+1")]}, "", "rows.jsonl:2: there is nothing to learn"),
     # As in HuggingFaceH4/ultrachat_200k, whose prompt is the first message.
@@ -202,12 +213,12 @@ CASES = {
     "another beginning": (GOOD, "{{ messages | length }}" + DROPS, "rows.jsonl:1: the chat template does not say")}
 
 
-def load(folder, path, rows, template):
+def load(folder, path, rows, template="", **more):
     """What load_examples makes of a file of these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = SimpleNamespace(**{key: value for key, value in vars(config.shared).items() if key[0] != "_"})
     for key, value in {"task": "file", "train_file": str(path), "eval_file": str(path), "seed": 0,
-                       "max_prompt_length": 64, "max_completion_length": 64}.items():
+                       "max_prompt_length": 64, "max_completion_length": 64, **more}.items():
         setattr(settings, key, value)
     tokenizer = load_tokenizer(folder, settings=settings)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -218,7 +229,7 @@ def load(folder, path, rows, template):
 def test_rows_and_templates_that_cannot_be_learned_are_refused(folder, tmp_path, case):
     row, template, message = CASES[case]
     with pytest.raises(ValueError, match=message):
-        load(folder, tmp_path / "rows.jsonl", [GOOD, row], template)
+        load(folder, tmp_path / "rows.jsonl", [GOOD | {"answer": "2"} if "answer" in row else GOOD, row], template)
 
 
 def test_a_text_that_the_tokenizer_normalises_is_learned(folder, tmp_path, monkeypatch):
@@ -229,19 +240,118 @@ def test_a_text_that_the_tokenizer_normalises_is_learned(folder, tmp_path, monke
     assert tokenizer.decode(r.sampled_ids) == "caf\xe9<|end|>"
 
 
+@pytest.mark.parametrize("row, settings, expected", [
+    *(({"messages": [*TALK[:4], TALK[4] | {mark: value}, *TALK[5:]]}, {}, ["<think>two</think> 4", "nothing"])
+      for mark, value in (("weight", 0), ("weight", 0.0), ("train", False), ("loss", 0), ("trainable", False),
+                          ("training", False), ("loss_mask", 0))),
+    ({"messages": [*TALK[:4], TALK[4] | {"weight": 1, "train": True}, TALK[3], TALK[4] | {"loss": None}]}, {},
+     ["<think>two</think> 4", *["<think>one</think> 2"] * 2]),
+    ({"messages": [TALK[1], TALK[2] | {"weight": 0}]}, {}, None),
+    ({"messages": [TALK[1], TALK[2] | {"weight": 0}]}, {"chat": False}, None),
+    # Texts of messages, in each column
+    *(({column: json.dumps(TALK[1:5])}, {}, ["<think>two</think> 4", "<think>one</think> 2"])
+      for column in ("messages", "conversations")),
+    ({"prompt": json.dumps([TALK[1]]), "completion": json.dumps([said("assistant", "4")])}, {}, ["4"]),
+    # Columns that settings name
+    ({"conversation": TALK[1:3], "answer": "4"}, {"prompt_column": "conversation"}, ["<think>two</think> 4"]),
+    ({"conversation": json.dumps(TALK[1:3]), "messages": TALK[3:5]}, {"prompt_column": "conversation"}, ["<think>two</think> 4"]),
+    ({"question": "2+2", "chosen": [said("assistant", "4")], "answer": "5"},
+     {"prompt_column": "question", "answer_column": "chosen"}, ["4"]),
+    ({"prompt": TALK[1:2], "chosen": TALK[1:3]}, {"answer_column": "chosen"}, ["<think>two</think> 4"]),
+    ({"prompt": [TALK[1], said("assistant", "fo")], "completion": "ur"}, {"prompt_column": "prompt"}, ["ur"]),
+    ({"prompt": [TALK[1], said("assistant", "fo")], "solution": "ur"}, {"prompt_column": "prompt"}, ["ur"])])
+def test_what_is_learned_of_a_row(folder, tmp_path, row, settings, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match="each of 1 train rows"):
+            load(folder, tmp_path / "rows.jsonl", [row], **settings)
+        return
+    _, _, [turns] = load(folder, tmp_path / "rows.jsonl", [row], max_prompt_length=99, **settings)
+    tokenizer = pretrain.make_tokenizer()
+    assert [tokenizer.decode(r.sampled_ids) for r in turns] == [f"{text}<|end|>" for text in expected]
+    assert tokenizer.decode(turns[0].ids).count("2+2") == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"answer_column": "text"}, {"chat": False}])
+def test_a_text_alone_is_learned_once(folder, tmp_path, settings):
+    _, _, [[r]] = load(folder, tmp_path / "rows.jsonl", [{"text": "2+2 is 4."}], prompt_column="text", **settings)
+    tokenizer = pretrain.make_tokenizer()
+    assert tokenizer.decode(r.ids) == "2+2 is 4.<|end|>" and len(r.sampled_ids) == len(r.ids) - 1
+    _, _, [[r]] = load(folder, tmp_path / "more.jsonl", [{"text": "2+2?", "answer": "4"}], prompt_column="text")
+    assert tokenizer.decode(r.sampled_ids) == "4<|end|>"
+    with pytest.raises(ValueError, match="there is nothing to learn"):
+        load(folder, tmp_path / "others.jsonl", [{"question": "2+2?"}], prompt_column="question")
+
+
+def test_older_calls_and_thoughts_by_another_name(folder, tmp_path):
+    call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [said("user", "1+1"), call, {"role": "function", "name": "add", "content": "2"},
+            said("assistant", "two") | {"reasoning": "why"}]
+    template = DROPS.replace("{% if loop.last", "{{ m.reasoning_content }}{% if m.tool_calls %}{{ m.tool_calls[0].function }}{% endif %}{% if loop.last")
+    _, _, [turns] = load(folder, tmp_path / "rows.jsonl", [{"messages": talk}], template)
+    tokenizer = pretrain.make_tokenizer()
+    called, answered = [tokenizer.decode(r.sampled_ids) for r in turns]
+    assert "'name': 'add', 'arguments': {'a': 1}" in called and answered == "whytwo<|end|>"
+    assert "<|tool|>2" in tokenizer.decode(turns[1].ids)
+
+
+def test_tools_of_a_row_are_read(folder, tmp_path):
+    tools = [{"name": "add", "parameters": {}}]
+    _, _, [turns] = load(folder, tmp_path / "rows.jsonl", [CALLS | {"tools": json.dumps(tools)}], max_prompt_length=999)
+    tokenizer = pretrain.make_tokenizer()
+    for r in turns:
+        assert tokenizer.decode(r.ids).startswith("<|system|>Tools: add")
+    assert len(turns) == 2
+
+
 def test_rows_that_are_too_long_are_left_out(folder, tmp_path):
     long = GOOD | {"completion": "x" * 128}
     prompts, _, examples = load(folder, tmp_path / "rows.jsonl", [long, GOOD, long], "")
-    assert len(prompts.rows) == 3 and [len(turns) for turns in examples] == [1]
+    assert len(prompts.rows) == 3 and [len(turns) for turns in examples] == [0, 1, 0]
     with pytest.raises(ValueError, match="each of 1 train rows has more tokens"):
         load(folder, tmp_path / "others.jsonl", [long], "")
 
 
-def test_a_run_without_an_answer_to_score_by_or_with_a_bad_row_ends_with_one_line(folder, tmp_path):
+def test_the_position_counts_rows_of_the_data():
+    """So a longer max_completion_length changes none of the places at which rows are drawn."""
+    fitting = [[f"{number} {turn}" for turn in range(number % 3)] for number in range(10)]
+    whole = [["x"] for _ in fitting]
+    position = 0
+    drawn = []
+    for _ in range(10):
+        examples, position = draw(fitting, position, 3, seed=7)
+        drawn += examples
+    places = [data.epoch_order(10, place // 10, 7)[place % 10] for place in range(position)]
+    assert drawn == sum([fitting[number] for number in places], []) and len(drawn) == 45
+    # 6 of 10 rows have an example, so 30 of them end in the fifth epoch.
+    assert 40 < position <= 50 and draw(whole, position, 3, 7) == (["x"] * 3, position + 3)
+
+
+def test_rows_without_answers_are_evaluated_by_their_loss(folder, tmp_path):
+    rows = [{"messages": [said("user", f"{i}+1"), said("assistant", "x" * (1 + 40 * (i % 2)))], "id": i} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = ["--task=file", f"--train_file={path}", "--train_prompts=0", "--max_steps=4", "--eval_interval=1",
+            "--max_prompt_length=16"]
+    metrics, output = sft(folder, tmp_path / "run", *file, "--max_completion_length=32")
+    assert "The rows have no answers to score by, so the evaluation is their held-out loss alone" in output
+    assert "does not read the columns id; rewards" in output and "engine none" in output
+    assert all("eval/token_loss" in line and "eval/mean@2" not in line for line in metrics)
+    states = [json.loads((tmp_path / f"run/checkpoint-{step}/trainer/state.json").read_text()) for step in (3, 4)]
+    assert all(state["position"] > 4 * state["step"] for state in states)       # the long rows are passed over
+    # A resumed run goes on at this place, and takes the long rows as well. A checkpoint without a place is read, too.
+    shutil.rmtree(tmp_path / "run/checkpoint-4")
+    for position, expected in ((states[0]["position"], states[0]["position"] + 4), (0, 16)):
+        state = tmp_path / "run/checkpoint-3/trainer/state.json"
+        state.write_text(json.dumps(states[0] | {"position": position}))
+        sft(folder, tmp_path / f"more{position}", *file, "--max_completion_length=64",
+            f"--resume={tmp_path}/run/checkpoint-3")
+        state = json.loads((tmp_path / f"more{position}/checkpoint-4/trainer/state.json").read_text())
+        assert state["position"] == expected
+
+
+def test_a_run_with_a_bad_row_ends_with_one_line(folder, tmp_path):
     rows = tmp_path / "rows.jsonl"
     file = [f"--model={folder}", "--task=file", f"--train_file={rows}", f"--eval_file={rows}"]
-    rows.write_text(json.dumps(GOOD))
-    refused(file, "answer", tmp_path, script="train_sft.py")
     rows.write_text("\n".join(map(json.dumps, [GOOD, {"prompt": "1+1="}])))
     refused([*file, "--reward=none"], "rows.jsonl:2: there is nothing to learn", tmp_path, script="train_sft.py")
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from configurator import InputError
+from configurator import InputError, is_of_library
 from runtime.chat_template import text_of_blocks
 from runtime.user_code import specs
 from tasks.generate_problems import generated_rows
@@ -242,10 +242,12 @@ def filled_in(prompt_format, columns, row):
 
 @contextlib.contextmanager
 def naming(name):
-    # Begins the message of whatever goes wrong with a name, such as that of a row.
+    # Begins the message of whatever is wrong with a file or a row with its name.
     try:
         yield
     except Exception as error:
+        if not is_of_library(error):
+            raise
         raise InputError(f"{name}: {error if isinstance(error, ValueError) else repr(error)}") from error
 
 
@@ -340,9 +342,14 @@ def as_message(message):
         calls = [calls]
     if calls:
         fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    for call in fields.get("tool_calls", []):
+    calls = fields.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise InputError(f"tool_calls must be a list, not {calls!r:.100}")
+    for call in calls:
         fields.setdefault("content", "")
-        function = call.get("function", call)
+        function = isinstance(call, dict) and call.get("function", call)
+        if not isinstance(function, dict):
+            raise InputError(f"a call must be a JSON object, not {call!r:.100}")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):

@@ -301,7 +301,8 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
     label = f"model={path}"
 
     def read():
-        config = AutoConfig.from_pretrained(path)
+        with reading(f"{label}: its config"):
+            config = AutoConfig.from_pretrained(path)
         return Policy(read_model(label, model_class(config), path, config))
 
     policy = on_all_ranks(label, read, sequence_group).requires_grad_(trained)

@@ -209,7 +209,9 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
             with reading(f"chat_template={settings.chat_template}"):
                 tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text("utf-8-sig")
         with reading(f"chat_template_kwargs={settings.chat_template_kwargs}"):
-            template_kwargs = dict(json.loads(settings.chat_template_kwargs or "{}"))
+            template_kwargs = json.loads(settings.chat_template_kwargs or "{}")
+        if not isinstance(template_kwargs, dict):
+            raise InputError(f"chat_template_kwargs={settings.chat_template_kwargs} is no JSON object")
         for name in template_kwargs:
             if name not in str(tokenizer.chat_template):
                 raise InputError(f"chat_template_kwargs: the chat template reads no {name}")

@@ -711,7 +711,7 @@ def test_templates_may_stand_beside_a_model(tmp_path):
     assert ask(saved) == "think" and saved.response_template == PARSED
     for key, value, told in (
             ("chat_template", "none.jinja", "chat_template=none.jinja cannot be read: .*No such file"),
-            ("chat_template_kwargs", "[1]", r"chat_template_kwargs=\[1\] cannot be read: TypeError"),
+            ("chat_template_kwargs", "[1]", r"chat_template_kwargs=\[1\] is no JSON object"),
             ("chat_template_kwargs", '{"enable_thinkng": false}', "the chat template reads no enable_thinkng"),
             ("chat_template_kwargs", "{", "chat_template_kwargs={ cannot be read: JSONDecodeError")):
         with pytest.raises(ValueError, match=told):

@@ -204,6 +204,8 @@ class Run:
         """
         networks = {"": (policy, optimizer), **others}
         with input_errors():
+            for network, _ in networks.values():
+                network.begin_training(distributed.compute_dtype(self.settings.dtype))
             if self.resumed:
                 checkpoint.load_optimizers(self.resumed, networks)
         check(os.path.isdir(self.out_dir),

@@ -178,8 +178,8 @@ def adapt(policy, layers, rank, seed, folder=None):
         raise InputError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
     lost = sorted(adapted.keys() - saved)
     if folder and lost:
-        raise InputError(f"resume={folder}: it lacks {len(lost)} adapters, such as that of {lost[0]}, because "
-                         "they were frozen when it was saved: take an older checkpoint, which has them all")
+        raise InputError(f"resume={folder}: it lacks {len(lost)} adapters, such as that of {lost[0]}. "
+                         "They were frozen when it was saved: take an older checkpoint, which has them all")
     policy.adapters = Adapters(policy, adapted, rank)
     if dist.get_rank() == 0:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))

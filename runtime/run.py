@@ -255,6 +255,7 @@ class Run:
             self.log.say(f"stopped by a signal after {self.state['step']} steps; --out_dir={self.out_dir} "
                          "--resume=auto goes on")
             self.end()
+            distributed.leave()
 
     def compare_logprobs(self, rollouts, logps, same_weights=True):
         """Return the metrics of metrics.compare_logprobs, which ends the run if the gap is over its bound.
@@ -375,10 +376,12 @@ class Run:
                 self.log.write()
 
     def end(self):
-        """Write the report, end engines that are apart, and leave the process group."""
+        """Write the report, and end engines that are apart. What the script does after it may take as long as
+        it likes, and the process group stays for it."""
         self.log.report()
         self.engine.close()
-        distributed.leave()
+        distributed.watchdog.limit(0)
+        distributed.ending.begin()
 
 
 # ---------------------------------------------------------------- parts of its methods

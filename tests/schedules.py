@@ -540,6 +540,9 @@ class Policy:
     def parameters(self):
         return []
 
+    def begin_training(self, _):
+        pass
+
 
 class SimulatedEngine(rollout.VLLMEngine):
     """A VLLMEngine whose steps sample by a hash."""
@@ -864,6 +867,8 @@ class Modules:
         watchdog = SimpleNamespace(moved=lambda where=None: self.world.pause(where), limit=lambda _: None)
         changes = [(distributed, "dist", self.torch_distributed), (rollout, "dist", self.torch_distributed),
                    (metrics, "dist", self.torch_distributed), (distributed, "end", self._end),
+                   (distributed, "leave", lambda: self._end(0)),
+                   (distributed, "ending", SimpleNamespace(begin=lambda: self._end(0), script=None)),
                    (distributed, "watchdog", watchdog), (distributed, "set_up", self._set_up),
                    (distributed, "time", SimpleNamespace(sleep=lambda seconds: self.world.sleep(seconds))),
                    (distributed, "sys", SimpleNamespace(__excepthook__=lambda *_: None)),

@@ -493,3 +493,47 @@ def test_the_thread_of_tensorboard_does_not_write_over_the_message(mesh, tmp_pat
 
 def failing():
     return 1 / 0
+
+
+# ---------------------------------------------------------------- the end of the script
+
+AFTER = """
+import atexit
+from pathlib import Path
+atexit.register(Path(f"{out_dir}/handler-{rank}").touch)
+kept = open(f"{out_dir}/kept-{rank}", "w")
+kept.write("not flushed")
+run.end()
+Path(f"{out_dir}/ranks-{rank}").write_text(str(distributed.gathered([rank])))
+try:
+    sys.exit(7)
+except SystemExit:
+    pass
+"""
+
+
+def test_a_script_goes_on_after_run_end(folder, reward_file, tmp_path):
+    """Its lines run, ranks can talk, exit handlers are called, files are flushed, and its exit code is its own."""
+    text = open(f"{ROOT}/train_sft.py").read().replace("run.end() ", f"{AFTER}sys.exit(3)\n#")
+    script = tmp_path / "train_mine.py"
+    script.write_text(text.replace("import math\n", "import math, sys\n", 1))
+    arguments = command(str(script), folder, tmp_path / "run", "--reward=none", max_steps=1)
+    arguments.remove("--num_generations=4")
+    output = launch(*arguments, launcher=(*TORCHRUN, "--nproc_per_node=2"), code=1, env={"PYTHONPATH": ROOT})
+    assert "exitcode  : 3 " in output
+    for rank in range(2):
+        assert (tmp_path / f"run/handler-{rank}").exists()
+        assert (tmp_path / f"run/kept-{rank}").read_text() == "not flushed"
+        assert (tmp_path / f"run/ranks-{rank}").read_text() == "[0, 1]"
+
+
+@pytest.mark.parametrize("last, code", [
+    ("kept.close()", 0), ("raise SystemExit(4)", 4), ("sys.exit('no')", 1), ("1 / 0", 1), ("sys.exit()", 0),
+    ("with kept:\n    exit(5)", 5), ("try:\n    sys.exit(6)\nexcept SystemExit:\n    pass", 0)])
+def test_the_exit_code_is_that_of_the_script(tmp_path, last, code):
+    (tmp_path / "script.py").write_text(
+        "import atexit, sys\nfrom runtime import distributed\natexit.register(print, 'handler')\n"
+        "distributed.set_up()\nkept = open('kept', 'w')\nkept.write('not flushed')\ndistributed.ending.begin()\n" + last)
+    output = launch("script.py", code=code, cwd=tmp_path, env={"PYTHONPATH": ROOT})
+    assert "handler" in output and (tmp_path / "kept").read_text() == "not flushed"
+    assert ("ZeroDivisionError" in output) == ("1 / 0" in last)

@@ -169,8 +169,8 @@ class Bridge:
 
     def begin(self):
         """Return how the trainers say that the run begins. From now on they decide what a signal does."""
-        for name in (signal.SIGTERM, signal.SIGINT):            # torchrun passes a signal on to all ranks
-            signal.signal(name, signal.SIG_IGN)
+        for number in distributed.STOPPING:                     # torchrun passes a signal on to all ranks
+            signal.signal(number, signal.SIG_IGN)
         return self.arrived.get()
 
     def send(self, kind, number, rollouts):

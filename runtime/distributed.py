@@ -23,9 +23,12 @@ import time
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)                  # PR_SET_PDEATHSIG
 
+# At these a run saves and stops. SIGHUP comes when a terminal is closed; schedulers may warn by the last two.
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+
 
 class Ending:
-    """Ends the process of a run that is over after all other exit handlers, without the interpreter's shutdown.
+    """Ends the process of a run that is over: after all other exit handlers, without Python's own shutdown.
 
     During that shutdown about one in sixty runs of two ranks aborted after everything was saved ("terminate
     called without an active exception"), most likely because a thread of PyTorch was still waiting for
@@ -41,8 +44,8 @@ class Ending:
         self.script = inspect.stack(0)[-1].frame
 
     def finish(self):
-        # The last instruction of a script that comes to its end is a RETURN. If sys.exit or an error has ended
-        # it, only the interpreter knows the exit code, so that one ends the process.
+        # The last instruction of a script that comes to its end is a RETURN. If sys.exit or an error has
+        # ended it, only the interpreter knows the exit code, and so it ends the process.
         script = self.script
         if self.left or script and dis.opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
             gc.unfreeze()                                       # get_objects leaves out what is frozen

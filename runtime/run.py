@@ -227,8 +227,9 @@ class Run:
         if self.adapter and self.resumed and engine.name != "none":     # it still has the initial model
             engine.update_weights(policy, self.first_step)
         engine.stop_if_signalled = self.stop_if_signalled
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signalled)
+        for number in distributed.STOPPING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup ignores it
+                signal.signal(number, self._signalled)
         return self.log
 
     def _signalled(self, number, frame):

@@ -834,7 +834,7 @@ class Modules:
             all_gather_object=self._gather, broadcast_object_list=self._broadcast,
             destroy_process_group=lambda: None)
         no_signal = SimpleNamespace(
-            SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT, SIG_IGN=signal.SIG_IGN,
+            SIGHUP=signal.SIGHUP, SIGINT=signal.SIGINT, SIG_IGN=signal.SIG_IGN, getsignal=lambda number: None,
             signal=lambda number, handler: self.process.handlers.update({number: handler}))
 
         def tensors(policy):
@@ -1351,7 +1351,7 @@ FAULTS = (
     ("the last weights of a sync are not sent", "placement.py",
      "            elif self.speaks:\n", "            elif self.speaks and name != \"weight2\":\n"),
     ("an engine does not ignore SIGTERM", "placement.py",
-     "for name in (signal.SIGTERM, signal.SIGINT):", "for name in (signal.SIGINT,):"),
+     "for number in distributed.STOPPING:", "for number in (signal.SIGINT,):"),
     ("the second engine does not hear the end", "placement.py",
      "while kind != \"end\":", "while kind != \"end\" or self.engine == 1:"),
     ("the trainers do not end the engines", "placement.py",

@@ -129,7 +129,7 @@ def whole(folder, reward_file, tmp_path_factory):
     return out_dir
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number):
     out_dir, log = tmp_path / "run", tmp_path / "log"
     (process,) = begin(log, *command("train_grpo.py", folder, out_dir, reward_file, save_interval=100))
@@ -141,6 +141,14 @@ def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, 
     assert process.exitcode == 0
     train(folder, out_dir, reward_file, resume="auto")
     assert without_times(lines(out_dir)) == without_times(lines(whole))
+
+
+def test_under_nohup_a_closed_terminal_is_no_signal(folder, reward_file, tmp_path):
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=3)
+    process = start(["nohup", sys.executable, *arguments], tmp_path / "log")
+    wait_for(lambda: lines(tmp_path / "run"), process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 0 and len(lines(tmp_path / "run")) == 4
 
 
 # From the third step on each turn takes its time, unless a file says otherwise.
@@ -222,7 +230,8 @@ def waiting_run(folder, tmp_path):
 
 def test_signals_in_quick_succession_count_as_one(waiting_run, tmp_path):
     """A launcher passes on what the process has had itself. A later SIGTERM is no second Ctrl-C either."""
-    for number, pause in ((signal.SIGINT, 0.1), (signal.SIGINT, 1.2), (signal.SIGTERM, 0.1)):
+    for number, pause in ((signal.SIGINT, 0.1), (signal.SIGINT, 1.2), (signal.SIGTERM, 0.1), (signal.SIGHUP, 0.1),
+                          (signal.SIGUSR2, 0.1)):
         os.kill(waiting_run.pid, number)
         time.sleep(pause)
     assert (tmp_path / "out").read_text().count(NOTICE) == 1 and waiting_run.is_alive()

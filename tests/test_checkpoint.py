@@ -77,6 +77,47 @@ def test_any_optimizer_goes_on_where_it_stopped(model, tmp_path, make):
         assert torch.equal(ours, theirs) and not torch.equal(ours, before)
 
 
+class Halves(torch.optim.SGD):
+    """Keeps its momentum in bfloat16."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+def test_what_an_optimizer_keeps_has_the_same_dtype_after_a_resume(saved, model):
+    folder, _ = saved
+    optimizer = Halves(model.parameters(), 0.1, 0.9)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    checkpoint.save_optimizer(f"{folder}/trainer", model, optimizer)
+    again = Halves(model.parameters(), 0.1, 0.9)
+    checkpoint.load_optimizer(folder, model, again)
+    for parameter, state in optimizer.state.items():
+        value = again.state[parameter]["momentum_buffer"]
+        assert value.dtype == torch.bfloat16 and value.device == parameter.device
+        assert torch.equal(value.full_tensor(), state["momentum_buffer"].full_tensor()) and value.full_tensor().any()
+
+
+@pytest.mark.parametrize("kept", [torch.ones(4), torch.ones(4, 1), torch.ones(1)])
+def test_what_could_not_be_resumed_is_not_saved(saved, model, kept):
+    folder, optimizer = saved
+    optimizer.state[model.weight]["row_var"] = kept
+    with pytest.raises(ValueError, match="^AdamW keeps row_var of weight neither as a number nor in its shape"):
+        checkpoint.save_optimizer(f"{folder}/trainer", model, optimizer)
+
+
+def test_another_optimizer_is_named(saved, model):
+    folder, optimizer = saved
+    with pytest.raises(ValueError, match="AdamW has written it: use that, or begin with"):
+        checkpoint.load_optimizer(folder, model, torch.optim.SGD(model.parameters(), 0.1))
+    # Earlier commits have not written which one it is.
+    path = f"{folder}/trainer/optimizer-00000.safetensors"
+    save_file(load_file(path), path)
+    checkpoint.load_optimizer(folder, model, optimizer)
+
+
 def test_one_that_has_made_no_step_is_read(model, tmp_path):
     os.makedirs(tmp_path / "trainer")
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)

@@ -41,7 +41,8 @@ eval_top_p = -1.0               # and so for these three: -1 takes the value wit
 eval_top_k = -1
 eval_min_p = -1.0
 best_by = ""                    # the figure that is largest at the best checkpoint, such as
-                                # eval/SOURCE/pass@4; if empty, eval/mean@k
+                                # eval/SOURCE/pass@4; if empty, eval/mean@k. train_sft.py also takes
+                                # eval/token_loss, the smallest, and does so by itself with reward=none
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; of those that were saved, the one with the
                                 # best evaluation is also kept

@@ -354,6 +354,7 @@ class RunLog:
         self.totals = Counter()
         self.counts = Counter()
         self.begun = copy.deepcopy(self.state)
+        self.begun["eval_scores"] = self.state["eval_scores"]           # a stop in this step keeps its score
         self.started = time.perf_counter()
         distributed.watchdog.moved(f"step {step}")
 

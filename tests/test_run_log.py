@@ -1,4 +1,5 @@
 """What a run writes down: a step's figures over all ranks, samples, and the same scalars for TensorBoard."""
+import contextlib
 import datetime
 import json
 import math
@@ -405,6 +406,19 @@ def test_a_figure_that_best_by_names_chooses_the_checkpoint(mesh, tmp_path, caps
         Run.save(run)
     assert ("best_by=eval/hard/pass@k: the evaluation has made eval/mean@2, eval/pass@2, eval/maj@2, eval/hard/mean@2, "
             "eval/hard/pass@2, ") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k, score, refused", [(2, 0.5, False), (4, 0.5, True), (2, math.nan, False), (0, 0, False)])
+def test_a_later_evaluation_makes_the_figure_of_best_by_or_scores_nothing(mesh, tmp_path, k, score, refused):
+    """A run may be resumed with other eval_samples. k: those of the step; 0 for none."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9, "best_by": "eval/mean@2"}, run_state(4))
+    if k:
+        log.evaluation([sampled({"prompt": "?"}, "a", score, {})] * k, k)
+    run = SimpleNamespace(log=log, state=log.state, saved=4, out_dir=log.out_dir,
+                          settings=SimpleNamespace(max_steps=9, best_by="eval/mean@2"))
+    with pytest.raises(SystemExit) if refused else contextlib.nullcontext():
+        Run.save(run)
 
 
 def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path, capsys):

@@ -16,6 +16,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from configurator import input_errors, tell_launcher
@@ -347,6 +348,22 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     output = train(folder, tmp_path / "run", reward, resume="auto",
                    **settings | {"max_steps": 3, "eval_prompts": 6})
     assert f"resumes {tmp_path}/run/checkpoint-2" in output
+
+
+def test_a_resumed_run_may_take_larger_steps(whole, folder, reward_file, tmp_path):
+    """It goes on behind the rows that it has drawn. Rollouts in a checkpoint are those of steps of the old size."""
+    path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
+    (tmp_path / "run" / ".lock").touch()
+    larger = {"resume": "auto", "max_steps": 13, "prompts_per_step": 6, "num_generations": 2}
+    save_file({"ids": torch.zeros(1)}, path / "trainer" / "arrays.safetensors")
+    refused(command("train_grpo.py", folder, tmp_path / "run", reward_file, **larger)[1:],
+            f"prompts_per_step=6, but {path} comes from a run with prompts_per_step=4", tmp_path)
+    os.remove(path / "trainer" / "arrays.safetensors")
+    output = train(folder, tmp_path / "run", reward_file, **larger)
+    for text in ("prompts_per_step=6", "num_generations=2"):
+        assert f"{text} is new: the run goes on behind the rows that it has drawn" in output
+    state = json.loads((tmp_path / "run/checkpoint-13/trainer/state.json").read_text())
+    assert state["position"] == 12 * 4 + 6
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):

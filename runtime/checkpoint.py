@@ -18,6 +18,7 @@ is left alone.
 """
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -40,6 +41,8 @@ from torch.distributed.tensor import DTensor
 
 from configurator import InputError
 
+# How a file system says that it cannot sync a folder, or change a mode
+UNSUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -121,10 +124,21 @@ def json_text(name, value):
     return text
 
 
+@contextlib.contextmanager
+def if_supported():
+    # Passes over an operation that the file system does not have. All other errors are raised.
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
 def sync(path):
     # Waits until a file, or the names in a folder, are on disk and not only in its cache.
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    with if_supported():
+        os.fsync(descriptor)
     os.close(descriptor)
 
 
@@ -133,7 +147,8 @@ def share(folder):
     safetensors lets only their owner read them."""
     mode = os.stat(f"{folder}/tokenizer_config.json").st_mode
     for path in Path(folder).rglob("*.safetensors"):
-        path.chmod(mode)
+        with if_supported():
+            path.chmod(mode)
 
 
 def save_optimizer(folder, model, optimizer):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError
-from runtime import distributed, health
+from runtime import checkpoint, distributed, health
 from runtime.user_code import source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
@@ -503,7 +503,7 @@ def append(path, lines):
             file.write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
         file.flush()
         if os.path.isfile(path):                                # /dev/null, for example, is on no disk
-            os.fsync(file.fileno())
+            checkpoint.sync(path)
 
 
 def rewind(path, step):

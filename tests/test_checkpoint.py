@@ -1,4 +1,5 @@
 """Folders and checkpoints of strangers: nothing is overwritten, nothing of theirs is run."""
+import errno
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from model import load_policy
 from runs import begin, finish
-from runtime import checkpoint
+from runtime import checkpoint, metrics
 from runtime.model_folder import load_tokenizer
 from tiny import pretrain
 
@@ -186,6 +187,36 @@ print(folder, flush=True)
 while not os.path.exists(end):
     time.sleep(0.01)
 """
+
+
+@pytest.mark.parametrize("number", checkpoint.UNSUPPORTED)
+@pytest.mark.parametrize("operation, kind", [("fsync", "folder"), ("fsync", "file"), ("chmod", "file")])
+def test_a_file_system_need_not_have_every_operation(folder, mesh, tmp_path, monkeypatch, number, operation, kind):
+    """The checkpoint is whole, and no descriptor stays open. A full disk is another thing."""
+    do, errors = getattr(os, operation), [number]
+
+    def refuse(path, *rest, **more):
+        if os.path.isdir(path if operation == "chmod" else f"/proc/self/fd/{path}") == (kind == "folder"):
+            raise OSError(errors[-1], os.strerror(errors[-1]))
+        return do(path, *rest, **more)
+
+    def save(step):
+        networks = {"": (load_policy(folder, mesh, torch.float32), None)}
+        checkpoint.save_checkpoint(f"{tmp_path}/checkpoint-{step}", networks, load_tokenizer(folder),
+                                   {"eval_scores": {}}, 2)
+
+    save(1)
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, operation, refuse)
+    save(2)
+    metrics.append(str(tmp_path / "log.jsonl"), [{"step": 1}])
+    assert len(os.listdir("/proc/self/fd")) == opened and (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
+    ours, theirs = (load_file(tmp_path / f"checkpoint-{step}/model.safetensors") for step in (2, 1))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    errors.append(errno.ENOSPC)
+    with pytest.raises(OSError):
+        save(3)
+    assert len([*tmp_path.glob("checkpoint*")]) == 2
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from losses import group_std
 from rollout import Rollout
 from runs import lines, on_ranks
-from runtime import metrics
+from runtime import health, metrics
 from runtime.metrics import RunLog, rewind, rollout_metrics
 from runtime.run import Run, opening
 
@@ -299,6 +299,23 @@ def test_groups_of_different_rows_are_named_once(mesh, tmp_path, capsys):
     # With one completion for each prompt nothing is mixed.
     log.reported.clear()
     assert mixed not in step_of(log, capsys, [(first, 1.0), (second, 0.0)], n=1)
+
+
+class Large:
+    """A value of a row of which no text is to be made."""
+
+    def __repr__(self):
+        raise MemoryError
+
+
+def test_no_text_is_made_of_the_rows_of_a_step():
+    """They may have megabytes. A row that came from another rank, or has another prompt, has the same values."""
+    row = {"prompt": "?", "document": Large(), "answer": "1"}
+    rollouts = [SimpleNamespace(row=row), SimpleNamespace(row=row | {"prompt": "Now?"})]
+    assert health.mixed_groups(rollouts, {"num_generations": 2}) == ""
+    for change in ({"answer": "2"}, {"level": 1}):
+        rollouts[1].row = row | change
+        assert "Rollouts of different rows" in health.mixed_groups(rollouts, {"num_generations": 2})
 
 
 def test_a_step_without_any_score_says_so(mesh, tmp_path, capsys):

@@ -51,7 +51,7 @@ class Ending:
             gc.unfreeze()                                       # get_objects leaves out what is frozen
             for item in gc.get_objects():
                 with contextlib.suppress(Exception):
-                    if isinstance(item, io.IOBase):
+                    if issubclass(type(item), io.IOBase):       # isinstance would ask the object itself
                         item.flush()
             if dist.is_initialized():
                 dist.destroy_process_group()

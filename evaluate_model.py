@@ -7,13 +7,14 @@ Sample from a checkpoint and score it: mean@k, pass@k and maj@k on held-out prob
     torchrun --nproc_per_node=8 evaluate_model.py --model=...       # an engine per process, the same figures
 """
 import math
+import os
 from types import SimpleNamespace
 
 from runtime import distributed         # first, because runtime sets what PyTorch reads when it is loaded
 import data
 import rewards
 import rollout
-from configurator import check_tiny_defaults, check_values, configure, input_errors, printable
+from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
 from episodes import Player
 from runtime.model_folder import check_model, end_tokens, load_tokenizer, read_config
 from runtime.metrics import append, evaluated, evaluation_metrics, failures
@@ -46,6 +47,10 @@ check_values(SimpleNamespace(**vars(settings), samplers=world_size))
 with input_errors(OSError):
     if output and rank == 0:
         open(output, "a").close()                               # it fails now, not after hours of sampling
+        for setting in (train_file, eval_file, chat_template):
+            for path, _ in data.files_of(setting):
+                check(not os.path.isfile(path) or not os.path.samefile(path, output),
+                      f"output={output} would replace {path}, which is read: name another file")
 with input_errors():
     base = check_model(model)
     if prompt:

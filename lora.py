@@ -156,7 +156,8 @@ def adapt(policy, layers, rank, seed, folder=None):
 
     The policy is loaded but not under FSDP2 yet. folder: that of an adapter whose training goes on, or None.
     A new adapter has a B of 0, and its A is drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the
-    layer's name, so that all ranks draw the same. Raises InputError if there is no such layer.
+    layer's name, so that all ranks draw the same. Raises InputError if there is no such layer, or if the
+    folder lacks the adapter of one.
     """
     policy.requires_grad_(False)
     saved = read_tensors(folder) if folder else {}
@@ -174,6 +175,10 @@ def adapt(policy, layers, rank, seed, folder=None):
             policy.hf.set_submodule(name, adapted[name])
     if not adapted:
         raise InputError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
+    lost = sorted(adapted.keys() - saved)
+    if folder and lost:
+        raise InputError(f"resume={folder}: it lacks {len(lost)} adapters, such as that of {lost[0]}. "
+                         "They were frozen when it was saved: take an older checkpoint, which has them all")
     policy.adapters = Adapters(policy, adapted, rank)
     if dist.get_rank() == 0:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))

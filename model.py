@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
@@ -90,17 +91,49 @@ class Network(nn.Module):
             cut=batch.cut, use_cache=False).last_hidden_state                       # [1, T, H]
         return Pick.apply(hidden.flatten(0, 1), batch.index)
 
+    def text_parameters(self):
+        """Return the set of parameters that training may change: those of decoder and head."""
+        return {*self.decoder.parameters(), *self.head.parameters()}
+
+    def saved_parameters(self):
+        """Return {name: parameter} of what a checkpoint holds: the model, or all adapters."""
+        return {name: parameter for name, parameter in self.hf.named_parameters()
+                if not self.adapters or name.endswith((".lora_A", ".lora_B"))}
+
+    @torch.no_grad()
+    def begin_training(self, dtype):
+        """Make the network ready for an optimizer, once the script has frozen what it does not train.
+
+        Raises InputError if a checkpoint would not hold all that is trained. In bfloat16 the master weights
+        are moved (lora.spread_masters), except frozen ones. dtype: the one that layers compute in. A
+        collective.
+        """
+        saved = {*self.saved_parameters().values()}
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        lost = [name for name, parameter in trained.items() if parameter not in saved]
+        if lost:
+            raise InputError(f"{', '.join(lost[:3])}: trained, but no checkpoint would hold it. Freeze it by "
+                             "requires_grad_(False), or train it in a network of its own, as train_ppo.py "
+                             "does with the critic")
+        if self.adapters or dtype != torch.bfloat16:
+            return
+        from lora import spread_masters
+        for parameter in trained.values():
+            whole = parameter.full_tensor()
+            spread_masters([whole])
+            parameter.copy_(distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
     def save(self, folder):
         """Write the model, or its adapters, to a folder. Rank 0 writes, and holds the whole model in host
         memory. On the device it takes about two copies of the largest parameter. A collective."""
         # After a forward without a backward, FSDP2 leaves the root's parameters gathered.
         self.reshard()
         tensors = {}
-        for name, parameter in self.hf.named_parameters():
-            if parameter.requires_grad or not self.adapters:
-                whole = parameter.detach().full_tensor()
-                if dist.get_rank() == 0:
-                    tensors[name] = whole.cpu()
+        for name, parameter in self.saved_parameters().items():
+            whole = parameter.detach().full_tensor()
+            if dist.get_rank() == 0:
+                tensors[name] = whole.cpu()
         if dist.get_rank() > 0:
             return
         if self.adapters:
@@ -388,8 +421,8 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
     frozen. torch_compile: compile each layer, except for its attention.
     """
     decoder = network.decoder
-    text = {*decoder.parameters(), *network.head.parameters()}
-    for parameter in {*network.parameters()} - text:
+    text = network.text_parameters()
+    for parameter in {*network.hf.parameters()} - text:
         parameter.requires_grad_(False)
     lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
     layers = lists[0] if lists else []
@@ -408,9 +441,6 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
     if adapter:
         from lora import adapt
         adapt(network, layers, *adapter)
-    elif dtype == torch.bfloat16 and dist.get_rank() == 0:
-        from lora import spread_masters
-        spread_masters([parameter for parameter in network.parameters() if parameter.requires_grad])
     tensors = {}                                                # rank 0 has them, whole
     if dist.get_rank() == 0:
         tensors = network.state_dict()

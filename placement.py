@@ -169,8 +169,8 @@ class Bridge:
 
     def begin(self):
         """Return how the trainers say that the run begins. From now on they decide what a signal does."""
-        for name in (signal.SIGTERM, signal.SIGINT):            # torchrun passes a signal on to all ranks
-            signal.signal(name, signal.SIG_IGN)
+        for number in distributed.STOPPING:                     # torchrun passes a signal on to all ranks
+            signal.signal(number, signal.SIG_IGN)
         return self.arrived.get()
 
     def send(self, kind, number, rollouts):
@@ -235,7 +235,7 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
 
     s: a script's settings. open_episodes: the episodes.OpenEpisodes of the engine. version: the version of
     the engine's weights, which is also the number of the step to begin with. position: where the drawing of
-    this step's prompts begins. sampled: the keys of what the trainers have already.
+    this step's prompts begins. sampled: the keys of what the trainers have already, or do not need.
     """
     # The versions that begin with an evaluation, which is also sampled with them.
     eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}
@@ -265,8 +265,8 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
     if s.lora_rank and version:                                 # the engine was loaded with the base model
         engine.switch(version)
     while True:
-        if version in eval_steps:
-            key = "eval", version
+        key = "eval", version
+        if version in eval_steps and key not in sampled:
             begin(key, "eval", eval_set, s.eval_samples, "eval_")
             while key in open_episodes.groups:
                 advance()

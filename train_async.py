@@ -108,7 +108,10 @@ if bridge.trains:
     with input_errors():
         bridge.sampled |= kept_ahead(run, settings)
     resumed, clock = run.resumed, run.state["clock"]
-    bridge.tell((resumed, clock, run.first_step, run.state["position"], [*bridge.sampled]))
+    kept = [*bridge.sampled]
+    if not run.due(run.first_step, eval_interval):              # a checkpoint may have the figures
+        kept.append(("eval", run.first_step))
+    bridge.tell((resumed, clock, run.first_step, run.state["position"], kept))
 else:
     resumed, clock, version, position, kept = bridge.begin()
 G = num_generations                                             # completions per prompt

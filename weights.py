@@ -30,11 +30,12 @@ def engine_weights(policy, naming, dtype):
         tensors = policy.adapters.merged()
     else:
         # A parameter with two names comes twice in a checkpoint: the CPU build of vLLM refreshes its packed
-        # copy of a tied head only under the head's own name. Frozen parameters, which read images, never
-        # change, and the engine may not have them. The cast comes before the gather: there is less to send.
+        # copy of a tied head only under the head's own name. Parameters that read images never change, and
+        # the engine may not have them. The cast comes before the gather: there is less to send.
+        text = policy.text_parameters()
         tensors = ((name, parameter.detach().to(dtype).full_tensor())
                    for name, parameter in policy.hf.named_parameters(remove_duplicate=in_module)
-                   if parameter.requires_grad)
+                   if parameter in text)
     sums = {}
     for name, tensor in tensors:
         converted = {name: tensor}

@@ -18,6 +18,7 @@ is left alone.
 """
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -40,6 +41,8 @@ from torch.distributed.tensor import DTensor
 
 from configurator import InputError
 
+# How a file system says that it cannot sync a folder, or change a mode
+UNSUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -121,10 +124,21 @@ def json_text(name, value):
     return text
 
 
+@contextlib.contextmanager
+def if_supported():
+    # Passes over an operation that the file system does not have. All other errors are raised.
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
 def sync(path):
     # Waits until a file, or the names in a folder, are on disk and not only in its cache.
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    with if_supported():
+        os.fsync(descriptor)
     os.close(descriptor)
 
 
@@ -133,20 +147,29 @@ def share(folder):
     safetensors lets only their owner read them."""
     mode = os.stat(f"{folder}/tokenizer_config.json").st_mode
     for path in Path(folder).rglob("*.safetensors"):
-        path.chmod(mode)
+        with if_supported():
+            path.chmod(mode)
 
 
 def save_optimizer(folder, model, optimizer):
-    """Write this rank's rows of an optimizer's state. Of ranks that hold the same rows the first writes."""
+    """Write this rank's rows of an optimizer's state. Of ranks that hold the same rows the first writes.
+
+    Raises InputError if the optimizer keeps anything for a parameter except numbers and tensors of its shape.
+    """
     model.reshard()                     # after a forward without backward FSDP2 leaves the root gathered
     *copies, shard = next(model.parameters()).device_mesh.get_coordinate()
     if any(copies):
         return
     moments = {}
+    kind = type(optimizer).__name__
     for name, parameter in model.named_parameters():
         for key, x in optimizer.state.get(parameter, {}).items():
-            moments[f"{name}.{key}"] = x.to_local() if isinstance(x, DTensor) else x
-    save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors")
+            rows = x.to_local() if isinstance(x, DTensor) else x
+            if rows.shape not in ((), parameter.to_local().shape):
+                raise InputError(f"{kind} keeps {key} of {name} neither as a number nor in its shape, and "
+                                 "could not go on with it. run.begin(policy, None, ...) saves no optimizer")
+            moments[f"{name}.{key}"] = rows
+    save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors", {"optimizer": kind})
 
 
 def checksum_of_rows(rows):
@@ -223,12 +246,19 @@ def load_optimizer(folder, model, optimizer):
     parameters = dict(model.named_parameters())
     try:
         files = [safe_open(path, "pt") for path in sorted(Path(folder, "trainer").glob("optimizer-*"))]
+        about = files[0].metadata()                             # None of earlier commits
+        if about and about["optimizer"] != type(optimizer).__name__:
+            raise InputError(f"{about['optimizer']} has written it: use that, or begin with --model={folder}")
         for entry in files[0].keys():
             name, _, key = entry.rpartition(".")
             optimizer.state[parameters[name]][key] = read_rows(files, entry, parameters[name])
     except Exception as error:
         raise InputError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
+    restored = optimizer.state
     optimizer.load_state_dict(optimizer.state_dict())           # each value on the device that it needs
+    for parameter, values in restored.items():
+        for key, x in optimizer.state[parameter].items():       # which now have the parameter's dtype
+            optimizer.state[parameter][key] = x.to(values[key].dtype)
 
 
 def read_rows(files, entry, parameter):
@@ -242,7 +272,7 @@ def read_rows(files, entry, parameter):
     end = first + count
     size = -(-len(parameter) // len(files))                     # rows in a file; the last ones may have fewer
     rows = torch.cat([part[max(0, first - n * size):max(0, end - n * size)] for n, part in enumerate(parts)])
-    value = torch.zeros_like(parameter)
+    value = torch.zeros_like(parameter, dtype=rows.dtype)
     if rows.shape != value.to_local().shape:                    # copy_ would repeat a row or a column
         raise InputError(f"{entry} has another shape than its parameter")
     value.to_local().copy_(rows)

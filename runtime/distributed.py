@@ -4,10 +4,14 @@ set_up, mean, gathered and from_master are collectives: every rank has to call t
 same order. The watchdog ends a rank that would wait in one of them for ever.
 """
 import atexit
+import contextlib
 import ctypes
 import datetime
+import dis
 import faulthandler
 import gc
+import inspect
+import io
 import os
 import platform
 import signal
@@ -18,6 +22,44 @@ import time
 # If torchrun is killed, Linux sends its workers SIGTERM: a run saves and stops.
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)                  # PR_SET_PDEATHSIG
+
+# At these a run saves and stops. SIGHUP comes when a terminal is closed; schedulers may warn by the last two.
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+
+
+class Ending:
+    """Ends the process of a run that is over: after all other exit handlers, without Python's own shutdown.
+
+    During that shutdown about one in sixty runs of two ranks aborted after everything was saved ("terminate
+    called without an active exception"), most likely because a thread of PyTorch was still waiting for
+    Python's lock. script: the outermost frame of the script; None while its run is not over. left: whether
+    `leave` has ended it.
+    """
+    script = None
+    left = False
+
+    def begin(self):
+        """Note that the run is over. The script may go on."""
+        atexit.unregister(end)                                  # it is for a run that is not over
+        self.script = inspect.stack(0)[-1].frame
+
+    def finish(self):
+        # The last instruction of a script that comes to its end is a RETURN. If sys.exit or an error has
+        # ended it, only the interpreter knows the exit code, and so it ends the process.
+        script = self.script
+        if self.left or script and dis.opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
+            gc.unfreeze()                                       # get_objects leaves out what is frozen
+            for item in gc.get_objects():
+                with contextlib.suppress(Exception):
+                    if issubclass(type(item), io.IOBase):       # isinstance would ask the object itself
+                        item.flush()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            end(0)
+
+
+ending = Ending()
+atexit.register(ending.finish)          # before imports register others: the first one runs last
 
 import torch
 import torch.distributed as dist
@@ -148,14 +190,10 @@ def progress(items=None, name=None, unit="it"):
 # ---------------------------------------------------------------- how a process ends
 
 def leave():
-    """Leave the process group and end the process, without the interpreter's own shutdown.
-
-    During that shutdown about one in sixty runs of two ranks aborted after everything was saved ("terminate
-    called without an active exception"), most likely because a thread of PyTorch was still waiting for
-    Python's lock.
-    """
-    dist.destroy_process_group()
-    end(0)
+    """End the process, whose work is done, with the exit code 0: see Ending."""
+    ending.begin()
+    ending.left = True
+    sys.exit()
 
 
 def end(code):
@@ -180,7 +218,8 @@ def failed(kind, error, trace):
     # This comes now, because no thread can be started while the interpreter ends.
     closing.close()
     # The interpreter's own end may wait for other ranks. PyTorch prints what this hook has said after it.
-    atexit.register(end, 1)
+    if not ending.script:
+        atexit.register(end, 1)
 
 
 class Watchdog:

@@ -182,15 +182,21 @@ def mixed_groups(rollouts, settings):
     Raises RuntimeError instead if loss_aggregation is prompt_mean.
     """
     n = settings.get("num_generations", 1)
-    # An environment's reset or an agent may have changed the prompt.
-    tasks = [str(r.row | {"prompt": ""}) for r in rollouts]     # text, because NaN is not equal to NaN
-    if all(task == tasks[i - i % n] for i, task in enumerate(tasks)):
+    if all(same_task(r.row, rollouts[i - i % n].row) for i, r in enumerate(rollouts)):
         return ""
     text = (f"Rollouts of different rows stand where the num_generations={n} rollouts of one row should be. "
             "What compares the rollouts of a prompt is wrong.")
     if settings.get("loss_aggregation") == "prompt_mean":
         raise RuntimeError(text)
     return filled(text)
+
+
+def same_task(row, other):
+    # Returns whether two rows differ at most in their prompts, which an environment or an agent may have
+    # changed. Values are mostly the same object. Others are compared as text: NaN is not equal to NaN.
+    names = row.keys() | other.keys()
+    return all(row.get(name) is other.get(name) or str(row.get(name)) == str(other.get(name))
+               for name in names - {"prompt"})
 
 
 def filled(text):

@@ -26,12 +26,15 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError
-from runtime import distributed, health
+from runtime import checkpoint, distributed, health
 from runtime.user_code import source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 1_000_000               # how many characters changes.diff may have, and how many bytes user_code/
+LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/
+# It can be applied, whatever the user has set for git.
+DIFF = ("diff --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ --submodule=short -U3 "
+        "HEAD -- .").split()
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 # token_loss comes from train_sft.py. What the other scripts log as loss is only in metrics.jsonl.
 CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
@@ -338,7 +341,7 @@ class RunLog:
             Path(out_dir, name).write_bytes(Path(script).read_bytes())
             Path(out_dir, "config.json").write_text(json.dumps(config, indent=1))
             # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
-            Path(out_dir, "changes.diff").write_text(git("diff", "HEAD", "--", ".")[:LIMIT])
+            Path(out_dir, "changes.diff").write_bytes(git(*DIFF)[:LIMIT])
             keep_code(settings, f"{out_dir}/user_code")
             self.board = SummaryWriter(out_dir, purge_step=state["step"])
             threading.excepthook = thread_failed
@@ -355,6 +358,7 @@ class RunLog:
         self.totals = Counter()
         self.counts = Counter()
         self.begun = copy.deepcopy(self.state)
+        self.begun["eval_scores"] = self.state["eval_scores"]           # a stop in this step keeps its score
         self.started = time.perf_counter()
         distributed.watchdog.moved(f"step {step}")
 
@@ -503,7 +507,7 @@ def append(path, lines):
             file.write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
         file.flush()
         if os.path.isfile(path):                                # /dev/null, for example, is on no disk
-            os.fsync(file.fileno())
+            checkpoint.sync(path)
 
 
 def rewind(path, step):
@@ -526,11 +530,12 @@ def rewind(path, step):
 
 
 def git(*command):
-    """Return what git prints for a command in the project's folder; "" without git."""
+    """Return the bytes that git prints for a command in the project's folder, whoever owns it; none without
+    git."""
     with contextlib.suppress(FileNotFoundError):                # git is not installed
-        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True,
-                              errors="replace").stdout
-    return ""
+        command = "git", "-C", ROOT, "-c", "safe.directory=*", *command
+        return subprocess.run(command, capture_output=True).stdout
+    return b""
 
 
 def keep_code(settings, folder):
@@ -540,7 +545,7 @@ def keep_code(settings, folder):
     paths = [source_of(spec) for spec in specs(",".join(map(str, settings.values())))]
     # -z: without it git would write bäume.py in quotes and in numbers.
     new = git("ls-files", "-z", "--others", "--exclude-standard", "--exclude=user_code", "*.py")
-    paths += [ROOT / name for name in new.split("\0")]
+    paths += [ROOT / name for name in os.fsdecode(new).split("\0")]
     room = LIMIT
     for path in filter(os.path.isfile, paths):
         content = Path(path).read_bytes()

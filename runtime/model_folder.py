@@ -203,7 +203,10 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
             if as_file_says.tokenize(SAMPLE) != tokenizer.tokenize(SAMPLE):
                 tokenizer = as_file_says
     tokenizer.embedded = read_config(path).get_text_config().vocab_size
-    tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
+    # Rewards read what was written. As an attribute this would change the tokenizer of each checkpoint.
+    written = functools.partial(functools.partial, clean_up_tokenization_spaces=False)
+    tokenizer.decode = written(tokenizer.decode)
+    tokenizer.batch_decode = written(tokenizer.batch_decode)
     if settings:
         if settings.chat_template:
             with reading(f"chat_template={settings.chat_template}"):

@@ -35,8 +35,10 @@ from runtime.memory import forecast_note
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
-        "prompt_format", "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "lora_rank", "best_by")
+        "prompt_format", "system_prompt", "chat_template", "chat_template_kwargs", "seed", "lora_rank", "best_by")
+# It may have others for these, if its checkpoint holds no rollouts and its position counts rows.
+BATCH = "prompts_per_step", "num_generations"
+RESUMING = {"resume": "", "out_dir": "", "max_steps": 0}        # these change no evaluation
 MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
 BOUNDED = "gspo", "gmpo", "cispo", "dppo"       # values of loss_type with clip bounds of their own
 FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
@@ -84,7 +86,10 @@ def read_state(resumed, state, settings, script):
     unknown = sorted(loaded.keys() - state.keys())
     check(not unknown, f"{resumed} holds {', '.join(unknown)}, which {os.path.basename(script)} would lose: "
                        "resume it with the script that wrote it, or name what it holds in Run(...)")
-    for key in SAME:
+    keys = SAME
+    if arrays or not loaded["position"]:
+        keys += BATCH
+    for key in keys:
         value = getattr(settings, key, "")
         saved = before.get(key, "")
         # A path may be spelled in another way.
@@ -92,6 +97,8 @@ def read_state(resumed, state, settings, script):
         check(same, f"{key}={value}, but {resumed} comes from a run with {key}={saved}")
     check(loaded["step"] <= settings.max_steps, f"max_steps={settings.max_steps}, but {resumed} has made "
                                                 f"{loaded['step']} steps already")
+    if vars(settings) | RESUMING != before | RESUMING:
+        loaded["evaluated"] = {}                                # other settings may make other figures
     return loaded, arrays
 
 
@@ -123,6 +130,8 @@ def opening(run, policy):
         if key in run.state and value != run.state["settings"].get(key):
             lines.append(f"{key}={value} is not read: the run goes on with {key}={run.state[key]} of its "
                          "state")
+        if key in BATCH and value != run.state["settings"].get(key, value):
+            lines.append(f"{key}={value} is new: the run goes on behind the rows that it has drawn")
     if s.call_workers and (s.environment or s.tools or s.agent):
         lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                      "for bit")
@@ -204,6 +213,8 @@ class Run:
         """
         networks = {"": (policy, optimizer), **others}
         with input_errors():
+            for network, _ in networks.values():
+                network.begin_training(distributed.compute_dtype(self.settings.dtype))
             if self.resumed:
                 checkpoint.load_optimizers(self.resumed, networks)
         check(os.path.isdir(self.out_dir),
@@ -225,8 +236,9 @@ class Run:
         if self.adapter and self.resumed and engine.name != "none":     # it still has the initial model
             engine.update_weights(policy, self.first_step)
         engine.stop_if_signalled = self.stop_if_signalled
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signalled)
+        for number in distributed.STOPPING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup ignores it
+                signal.signal(number, self._signalled)
         return self.log
 
     def _signalled(self, number, frame):
@@ -253,6 +265,7 @@ class Run:
             self.log.say(f"stopped by a signal after {self.state['step']} steps; --out_dir={self.out_dir} "
                          "--resume=auto goes on")
             self.end()
+            distributed.leave()
 
     def compare_logprobs(self, rollouts, logps, same_weights=True):
         """Return the metrics of metrics.compare_logprobs, which ends the run if the gap is over its bound.
@@ -275,9 +288,13 @@ class Run:
         return metrics.compare_logprobs(rollouts, logps, bound, self.tokenizer, version)
 
     def due(self, step, interval):
-        """Return whether what comes every `interval` steps is due; after the last step it always is."""
+        """Return whether what comes every `interval` steps is due; after the last step it always is.
+
+        It is not due in a step that is resumed with the figures of its evaluation.
+        """
         last = self.settings.max_steps
-        return step == last or step % (interval or last) == 0
+        resumed = step == self.first_step and len(self.state["evaluated"]) > 1
+        return step == last or not resumed and step % (interval or last) == 0
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
@@ -353,9 +370,12 @@ class Run:
         step = self.state["step"]
         best_by = self.settings.best_by
         figures = self.state["evaluated"]
-        # The figures begin with the step. Later one may be missing, because none of its prompts was scored.
-        check(step > 0 or not best_by or best_by in figures,
-              f"best_by={best_by}: the evaluation has made {', '.join([*figures][1:]) or 'no figures'}")
+        # Figures of a script's own are only in the log.
+        figures |= {name: value for name, value in self.log.metrics.items() if name.startswith("eval")}
+        _, *names = figures                                     # the first is the step
+        # Later one may be missing, because none of its prompts was scored, or because nothing was evaluated.
+        check(not best_by or best_by in figures or step > 0 and (not names or figures.get("eval/unscored")),
+              f"best_by={best_by}: the evaluation has made {', '.join(names) or 'no figures'}")
         folder = f"{self.out_dir}/checkpoint-{step}"
         if step > self.saved:
             with self.log.timed("save"):
@@ -375,10 +395,12 @@ class Run:
                 self.log.write()
 
     def end(self):
-        """Write the report, end engines that are apart, and leave the process group."""
+        """Write the report, and end engines that are apart. What the script does after it may take as long as
+        it likes, and the process group stays for it."""
         self.log.report()
         self.engine.close()
-        distributed.leave()
+        distributed.watchdog.limit(0)
+        distributed.ending.begin()
 
 
 # ---------------------------------------------------------------- parts of its methods

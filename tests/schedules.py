@@ -540,6 +540,9 @@ class Policy:
     def parameters(self):
         return []
 
+    def begin_training(self, _):
+        pass
+
 
 class SimulatedEngine(rollout.VLLMEngine):
     """A VLLMEngine whose steps sample by a hash."""
@@ -831,7 +834,7 @@ class Modules:
             all_gather_object=self._gather, broadcast_object_list=self._broadcast,
             destroy_process_group=lambda: None)
         no_signal = SimpleNamespace(
-            SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT, SIG_IGN=signal.SIG_IGN,
+            SIGHUP=signal.SIGHUP, SIGINT=signal.SIGINT, SIG_IGN=signal.SIG_IGN, getsignal=lambda number: None,
             signal=lambda number, handler: self.process.handlers.update({number: handler}))
 
         def tensors(policy):
@@ -864,6 +867,8 @@ class Modules:
         watchdog = SimpleNamespace(moved=lambda where=None: self.world.pause(where), limit=lambda _: None)
         changes = [(distributed, "dist", self.torch_distributed), (rollout, "dist", self.torch_distributed),
                    (metrics, "dist", self.torch_distributed), (distributed, "end", self._end),
+                   (distributed, "leave", lambda: self._end(0)),
+                   (distributed, "ending", SimpleNamespace(begin=lambda: self._end(0), script=None)),
                    (distributed, "watchdog", watchdog), (distributed, "set_up", self._set_up),
                    (distributed, "time", SimpleNamespace(sleep=lambda seconds: self.world.sleep(seconds))),
                    (distributed, "sys", SimpleNamespace(__excepthook__=lambda *_: None)),
@@ -1346,7 +1351,7 @@ FAULTS = (
     ("the last weights of a sync are not sent", "placement.py",
      "            elif self.speaks:\n", "            elif self.speaks and name != \"weight2\":\n"),
     ("an engine does not ignore SIGTERM", "placement.py",
-     "for name in (signal.SIGTERM, signal.SIGINT):", "for name in (signal.SIGINT,):"),
+     "for number in distributed.STOPPING:", "for number in (signal.SIGINT,):"),
     ("the second engine does not hear the end", "placement.py",
      "while kind != \"end\":", "while kind != \"end\" or self.engine == 1:"),
     ("the trainers do not end the engines", "placement.py",

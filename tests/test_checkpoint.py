@@ -1,4 +1,5 @@
 """Folders and checkpoints of strangers: nothing is overwritten, nothing of theirs is run."""
+import errno
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from model import load_policy
 from runs import begin, finish
-from runtime import checkpoint
+from runtime import checkpoint, metrics
 from runtime.model_folder import load_tokenizer
 from tiny import pretrain
 
@@ -75,6 +76,47 @@ def test_any_optimizer_goes_on_where_it_stopped(model, tmp_path, make):
                 p.to_local().copy_(value)
     for ours, theirs, before in zip(*finals, start):
         assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+
+
+class Halves(torch.optim.SGD):
+    """Keeps its momentum in bfloat16."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+def test_what_an_optimizer_keeps_has_the_same_dtype_after_a_resume(saved, model):
+    folder, _ = saved
+    optimizer = Halves(model.parameters(), 0.1, 0.9)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    checkpoint.save_optimizer(f"{folder}/trainer", model, optimizer)
+    again = Halves(model.parameters(), 0.1, 0.9)
+    checkpoint.load_optimizer(folder, model, again)
+    for parameter, state in optimizer.state.items():
+        value = again.state[parameter]["momentum_buffer"]
+        assert value.dtype == torch.bfloat16 and value.device == parameter.device
+        assert torch.equal(value.full_tensor(), state["momentum_buffer"].full_tensor()) and value.full_tensor().any()
+
+
+@pytest.mark.parametrize("kept", [torch.ones(4), torch.ones(4, 1), torch.ones(1)])
+def test_what_could_not_be_resumed_is_not_saved(saved, model, kept):
+    folder, optimizer = saved
+    optimizer.state[model.weight]["row_var"] = kept
+    with pytest.raises(ValueError, match="^AdamW keeps row_var of weight neither as a number nor in its shape"):
+        checkpoint.save_optimizer(f"{folder}/trainer", model, optimizer)
+
+
+def test_another_optimizer_is_named(saved, model):
+    folder, optimizer = saved
+    with pytest.raises(ValueError, match="AdamW has written it: use that, or begin with"):
+        checkpoint.load_optimizer(folder, model, torch.optim.SGD(model.parameters(), 0.1))
+    # Earlier commits have not written which one it is.
+    path = f"{folder}/trainer/optimizer-00000.safetensors"
+    save_file(load_file(path), path)
+    checkpoint.load_optimizer(folder, model, optimizer)
 
 
 def test_one_that_has_made_no_step_is_read(model, tmp_path):
@@ -145,6 +187,36 @@ print(folder, flush=True)
 while not os.path.exists(end):
     time.sleep(0.01)
 """
+
+
+@pytest.mark.parametrize("number", checkpoint.UNSUPPORTED)
+@pytest.mark.parametrize("operation, kind", [("fsync", "folder"), ("fsync", "file"), ("chmod", "file")])
+def test_a_file_system_need_not_have_every_operation(folder, mesh, tmp_path, monkeypatch, number, operation, kind):
+    """The checkpoint is whole, and no descriptor stays open. A full disk is another thing."""
+    do, errors = getattr(os, operation), [number]
+
+    def refuse(path, *rest, **more):
+        if os.path.isdir(path if operation == "chmod" else f"/proc/self/fd/{path}") == (kind == "folder"):
+            raise OSError(errors[-1], os.strerror(errors[-1]))
+        return do(path, *rest, **more)
+
+    def save(step):
+        networks = {"": (load_policy(folder, mesh, torch.float32), None)}
+        checkpoint.save_checkpoint(f"{tmp_path}/checkpoint-{step}", networks, load_tokenizer(folder),
+                                   {"eval_scores": {}}, 2)
+
+    save(1)
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, operation, refuse)
+    save(2)
+    metrics.append(str(tmp_path / "log.jsonl"), [{"step": 1}])
+    assert len(os.listdir("/proc/self/fd")) == opened and (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
+    ours, theirs = (load_file(tmp_path / f"checkpoint-{step}/model.safetensors") for step in (2, 1))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    errors.append(errno.ENOSPC)
+    with pytest.raises(OSError):
+        save(3)
+    assert len([*tmp_path.glob("checkpoint*")]) == 2
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):

@@ -58,13 +58,14 @@ def patch(copy, diff):
 
 # It follows the events of the SummaryWriter that is made after init, as the real one does.
 WANDB = """
-import glob, json
+import atexit, glob, json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 call = {}
 
 def init(sync_tensorboard, **settings):
     assert sync_tensorboard
     call.update(settings, files=glob.glob("run/*tfevents*"))
+    atexit.register(finish)
 
 def finish():
     events = EventAccumulator("run").Reload()

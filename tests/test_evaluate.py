@@ -1,6 +1,7 @@
 """evaluate_model.py gives again what a run has evaluated, with either engine, and shows equal samples once."""
 import importlib.util
 import json
+import os
 import re
 import shutil
 
@@ -79,6 +80,24 @@ def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
     (["--engine=vllm", "--vllm_tensor_parallel_size=2"], "does not divide the 1 ranks that sample")])
 def test_bad_input(tmp_path, arguments, message):
     refused(arguments, message, tmp_path, script="evaluate_model.py")
+
+
+@pytest.mark.parametrize("setting, link", [
+    ("eval_file=hard={}", None), ("eval_file={}", os.symlink), ("train_file={}", os.link),
+    ("train_file=rows/*", None), ("eval_file=rows", os.symlink)])
+def test_an_output_that_is_read_is_refused(folder, tmp_path, setting, link):
+    (tmp_path / "rows").mkdir()
+    path, output = tmp_path / "rows" / "r.jsonl", tmp_path / "output.jsonl"
+    path.write_text('{"prompt": "1+1", "answer": "2"}\n' * 3)
+    before = path.read_bytes()
+    if link:
+        link(path, output)
+    else:
+        output = path
+    setting = setting.format(path).replace("=rows", f"={tmp_path}/rows")
+    refused([f"--model={folder}", "--task=file", f"--{setting}", f"--output={output}"],
+            f"output={output} would replace {path}, which is read", tmp_path, "evaluate_model.py")
+    assert path.read_bytes() == before
 
 
 def test_a_broken_reward_is_refused_before_anything_is_sampled(folder, tmp_path):

@@ -49,7 +49,7 @@ def test_run_makes_its_environment_once(tmp_path):
     tell = "python", "-c", "import os, sys; print(os.getcwd(), sys.prefix)"
     told = [f"{tmp_path} {tmp_path}/.venv"]
     (tmp_path / "bin").mkdir()
-    for name in ("dirname", "rm", "sh"):
+    for name in ("dirname", "readlink", "rm", "sh"):
         os.symlink(shutil.which(name), tmp_path / "bin" / name)
     assert run(*tell, path=f"{tmp_path}/bin") == (
         1, [], ["run: it needs Python 3.11, 3.12 or 3.13: install one of them"])
@@ -70,6 +70,26 @@ def test_run_makes_its_environment_once(tmp_path):
     (tmp_path / ".venv").mkdir()
     code, _, [line] = run(*tell)
     assert code == 1 and f"{tmp_path}/.venv has no pip: remove that folder" in line
+
+
+def test_run_is_that_of_its_own_folder(tmp_path):
+    """Through a link, and whatever CDPATH says. Of several first starts one makes the environment."""
+    for folder in ("here/project", "there/project", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+        shutil.copy(os.path.join(ROOT, "run"), tmp_path / folder / "run")
+        for name in ("requirements.txt", "requirements-cpu.txt"):
+            (tmp_path / folder / name).write_text("# no package\n")
+    here = tmp_path / "here"
+    os.remove(tmp_path / "elsewhere/run")
+    os.symlink("../here/project/run", tmp_path / "elsewhere/run")
+    commands = ["project/run", "../elsewhere/run", "./project/run"]
+    tell = "python", "-c", "import os, sys; print(os.getcwd(), sys.prefix)"
+    starts = [subprocess.Popen([command, *tell], cwd=here, env=os.environ | {"CDPATH": str(tmp_path / "there")},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
+    for start in starts:
+        output, errors = start.communicate(timeout=120)
+        assert output.splitlines()[-1:] == [f"{here}/project {here}/project/.venv"] and not errors, errors
+    assert not (tmp_path / "there/project/.venv").exists() and not (tmp_path / "elsewhere/.venv").exists()
 
 
 def test_tensorboard_shows_a_scalar(tmp_path):

@@ -13,7 +13,7 @@ import lora
 import rollout
 import runs
 from bench.models import make
-from model import load_critic, load_policy, micro_batches, token_logprobs
+from model import Policy, load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, load_rows, on_ranks, requests, shut_down, without_times
 from runtime.model_folder import SHIPPED
 from runtime.logprobs import LogprobsFromHidden
@@ -335,6 +335,56 @@ def test_each_seed_draws_its_own_adapters(folder, mesh):
     assert not any(map(torch.equal, drawn[0], drawn[2])) and len({x.sum().item() for x in drawn[0]}) == 14
 
 
+def test_frozen_adapters_are_saved_and_an_adapter_that_is_lost_is_named(folder, mesh, tmp_path):
+    policy = adapted(folder, mesh)
+    policy.decoder.layers[0].requires_grad_(False)
+    policy.save(tmp_path)
+    saved = load_file(tmp_path / lora.WEIGHTS)
+    again = adapted(folder, mesh, folder=str(tmp_path), size=0)
+    for name, layer in policy.adapters.layers.items():
+        for part in ("lora_A", "lora_B"):
+            assert torch.equal(getattr(again.adapters.layers[name], part), getattr(layer, part))
+            if ".layers.0." in name:
+                del saved[f"{lora.PREFIX}{name}.{part}.weight"]
+    save_file(saved, tmp_path / lora.WEIGHTS)
+    with pytest.raises(ValueError, match="lacks 7 adapters, such as that of model.layers.0.mlp.down_proj"):
+        adapted(folder, mesh, folder=str(tmp_path))
+
+
+class WithValues(Policy):
+    """A policy with a module of a user's own."""
+
+    def __init__(self, hf):
+        super().__init__(hf)
+        self.value = torch.nn.Linear(64, 1)
+
+
+def test_what_is_trained_and_not_saved_is_refused(folder, mesh, monkeypatch):
+    policy = adapted(folder, mesh)
+    policy.begin_training(torch.float32)
+    policy.hf.model.norm.requires_grad_(True)
+    with pytest.raises(ValueError, match="^hf.model.norm.weight: trained, but no checkpoint would hold it"):
+        policy.begin_training(torch.float32)
+    monkeypatch.setattr("model.Policy", WithValues)
+    policy = load_policy(folder, mesh, torch.float32)
+    with pytest.raises(ValueError, match="^value.weight, value.bias: trained, but no checkpoint would hold it"):
+        policy.begin_training(torch.float32)
+    policy.value.requires_grad_(False)
+    policy.begin_training(torch.float32)
+
+
+def test_what_the_engine_gets_does_not_depend_on_what_is_frozen(mesh, tmp_path):
+    """A layer may be frozen between an update and its sync. What reads images is never sent."""
+    make("gemma3", str(tmp_path))
+    policy = load_policy(str(tmp_path), mesh, torch.float32)
+    before = [name for name, _ in engine_weights(policy, "module", torch.float32)]
+    policy.requires_grad_(False)
+    after = [name for name, _ in engine_weights(policy, "module", torch.float32)]
+    policy.requires_grad_(True)
+    assert before == after == [name for name, _ in engine_weights(policy, "module", torch.float32)]
+    assert len(before) > 10 and not any("vision" in name for name in before)
+
+
 def test_an_adapter_is_not_taken_for_a_model(checkpoint, folder, reward_file, tmp_path):
     for script, key in (("evaluate_model.py", "model"), ("train_grpo.py", "model"),
                         ("train_ppo.py", "critic_model")):
@@ -393,6 +443,7 @@ def test_all_of_a_small_step_reaches_the_rounded_weights(step):
 
 
 def test_only_what_is_trained_in_bfloat16_is_moved(folder, mesh, tmp_path):
+    """Also where a script has frozen a part of a network after it was loaded."""
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -400,10 +451,14 @@ def test_only_what_is_trained_in_bfloat16_is_moved(folder, mesh, tmp_path):
             (load_policy, torch.bfloat16, True, {}), (load_policy, torch.float32, False, {}),
             (load_policy, torch.bfloat16, False, {"trained": False}),
             (load_critic, torch.bfloat16, True, {})):
-        found = dict(load(str(tmp_path), mesh, dtype, **named).hf.named_parameters())
+        network = load(str(tmp_path), mesh, dtype, **named)
+        network.decoder.layers[0].requires_grad_(False)
+        network.begin_training(dtype)
+        found = dict(network.hf.named_parameters())
         off = [key for key, tensor in stored.items()
                if not torch.equal(found[key].full_tensor().float(), tensor.float())]
-        assert len(off) > 20 if moves else not off
+        assert len(off) > 10 if moves else not off
+        assert not any(".layers.0." in key for key in off)
         assert all(torch.equal(found[key].full_tensor().bfloat16(), tensor) for key, tensor in stored.items())
 
 

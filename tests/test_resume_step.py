@@ -28,11 +28,13 @@ def test_a_step_is_sampled_again_from_its_checkpoint(folder, reward_file, tmp_pa
 
     def run(name, **more):
         metrics, _ = runs.train(script, tmp_path / name, [], settings | more, ranks=ranks)
+        evaluated[name] = [line["step"] for line in metrics if "timing_s/eval" in line]
         (figures,) = (line for line in without_times(metrics) if line["step"] == STEP)
         samples = [line for line in lines(tmp_path / name, "samples.jsonl") if line["step"] == STEP]
         return figures, samples, kept_rollouts(tmp_path / name, STEP), [line["step"] for line in metrics]
 
     # In a folder of its own, although the run has newer checkpoints.
+    evaluated = {}
     resume = {"resume": f"{tmp_path}/run/checkpoint-{STEP}", "max_steps": STEP + 1}
     figures, samples, rollouts, _ = run("run")
     assert run("again", **resume) == (figures, samples, rollouts, [STEP, STEP + 1])
@@ -40,3 +42,5 @@ def test_a_step_is_sampled_again_from_its_checkpoint(folder, reward_file, tmp_pa
     changed = run("changed", **resume, **other)
     assert changed[1:3] == (samples, rollouts) and changed[0]["reward"] == figures["reward"]
     assert changed[0]["loss"] != figures["loss"]
+    # The checkpoint holds the figures of its step. With other settings they are made again.
+    assert evaluated == {"run": [0, 2, 4], "again": [3], "changed": [2, 3]}

@@ -152,6 +152,11 @@ def test_a_text_is_decoded_as_it_was_written(folder, tmp_path):
     tokenizer = model_folder.load_tokenizer(str(path))
     ids = tokenizer("a != b ?").input_ids
     assert rollout.text_of(tokenizer, ids, [7]) == rollout.text_of(tokenizer, [*ids, 7], [7]) == "a != b ?"
+    assert tokenizer.batch_decode([ids]) == ["a != b ?"]
+    # The setting is the model's own, and stays in checkpoints.
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved/tokenizer_config.json").read_text())
+    assert saved["clean_up_tokenization_spaces"] is True
 
 
 def until_stopped(rollouts, strings, tokenizer, eos_ids):

@@ -1,4 +1,5 @@
 """What a run writes down: a step's figures over all ranks, samples, and the same scalars for TensorBoard."""
+import contextlib
 import datetime
 import json
 import math
@@ -15,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from losses import group_std
 from rollout import Rollout
-from runs import lines, on_ranks
-from runtime import metrics
+from runs import ROOT, launch, lines, on_ranks
+from runtime import health, metrics
 from runtime.metrics import RunLog, rewind, rollout_metrics
 from runtime.run import Run, opening
 
@@ -300,6 +301,23 @@ def test_groups_of_different_rows_are_named_once(mesh, tmp_path, capsys):
     assert mixed not in step_of(log, capsys, [(first, 1.0), (second, 0.0)], n=1)
 
 
+class Large:
+    """A value of a row of which no text is to be made."""
+
+    def __repr__(self):
+        raise MemoryError
+
+
+def test_no_text_is_made_of_the_rows_of_a_step():
+    """They may have megabytes. A row that came from another rank, or has another prompt, has the same values."""
+    row = {"prompt": "?", "document": Large(), "answer": "1"}
+    rollouts = [SimpleNamespace(row=row), SimpleNamespace(row=row | {"prompt": "Now?"})]
+    assert health.mixed_groups(rollouts, {"num_generations": 2}) == ""
+    for change in ({"answer": "2"}, {"level": 1}):
+        rollouts[1].row = row | change
+        assert "Rollouts of different rows" in health.mixed_groups(rollouts, {"num_generations": 2})
+
+
 def test_a_step_without_any_score_says_so(mesh, tmp_path, capsys):
     """As in a script that has lost its call of the scorer."""
     (tmp_path / "run").mkdir()
@@ -407,6 +425,19 @@ def test_a_figure_that_best_by_names_chooses_the_checkpoint(mesh, tmp_path, caps
             "eval/hard/pass@2, ") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("k, score, refused", [(2, 0.5, False), (4, 0.5, True), (2, math.nan, False), (0, 0, False)])
+def test_a_later_evaluation_makes_the_figure_of_best_by_or_scores_nothing(mesh, tmp_path, k, score, refused):
+    """A run may be resumed with other eval_samples. k: those of the step; 0 for none."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9, "best_by": "eval/mean@2"}, run_state(4))
+    if k:
+        log.evaluation([sampled({"prompt": "?"}, "a", score, {})] * k, k)
+    run = SimpleNamespace(log=log, state=log.state, saved=4, out_dir=log.out_dir,
+                          settings=SimpleNamespace(max_steps=9, best_by="eval/mean@2"))
+    with pytest.raises(SystemExit) if refused else contextlib.nullcontext():
+        Run.save(run)
+
+
 def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
@@ -434,7 +465,7 @@ def test_what_json_has_not(mesh, tmp_path):
 
 def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     """The difference to the commit; nothing where there is no git."""
-    changes = lambda: metrics.git("diff", "HEAD", "--", ".")
+    changes = lambda: metrics.git(*metrics.DIFF).decode()
     monkeypatch.setattr(metrics, "ROOT", tmp_path)
     assert changes() == ""
     git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
@@ -452,6 +483,50 @@ def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     assert changes() == ""
     monkeypatch.setenv("PATH", "")
     assert changes() == ""
+
+
+@pytest.mark.parametrize("owner", ["ours", "another's"])
+def test_what_was_changed_can_be_applied(tmp_path, monkeypatch, owner):
+    """Whatever git is told otherwise, whoever owns the files, and whatever they hold."""
+    monkeypatch.setattr(metrics, "ROOT", tmp_path / "project")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "project").mkdir()
+
+    def git(*words, folder="project", **more):
+        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", "-c", "safe.directory=*", *words],
+                              cwd=tmp_path / folder, check=True, capture_output=True, **more)
+
+    path = tmp_path / "project/losses.py"
+    path.write_bytes(b"one\r\ntwo\nthree\n" * 9)
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    git("clone", "project", "other", folder=".")
+    path.write_bytes(path.read_bytes()[5:-6] + "caf\xe9 \xf6".encode("latin-1") + "ö\r\n".encode())
+    for key, value in {"diff.external": "false", "color.ui": "always", "diff.noprefix": "true", "diff.context": "0",
+                       "diff.mnemonicPrefix": "true", "diff.relative": "true"}.items():
+        git("config", "--global", key, value)
+    if owner == "another's":
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "true")
+        assert subprocess.run(["git", "-C", tmp_path / "project", "diff"], capture_output=True).returncode
+    git("apply", "-", folder="other", input=metrics.git(*metrics.DIFF))
+    assert (tmp_path / "other/losses.py").read_bytes() == path.read_bytes()
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_a_console_that_knows_only_ascii_keeps_what_was_changed(folder, reward_file, tmp_path):
+    copy = shutil.copytree(ROOT, tmp_path / "bäume", ignore=shutil.ignore_patterns(".*", "out", "tests", "docs"))
+    for words in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=copy, check=True, capture_output=True)
+    with open(copy / "losses.py", "ab") as file:
+        file.write("# schöner\n".encode())
+    (copy / "größer.py").write_text("a = 'ö'\n", "utf-8")
+    launch("train_grpo.py", f"--model={folder}", reward_file, "--engine=hf", "--max_steps=1", "--prompts_per_step=2",
+           "--eval_prompts=2", "--train_prompts=16", "--eval_samples=1", f"--out_dir={tmp_path}/run", cwd=copy, env=ASCII)
+    assert "+# schöner\n" in (tmp_path / "run/changes.diff").read_text("utf-8")
+    assert len([*(tmp_path / "run/user_code").rglob("größer.py")]) == 1
 
 
 def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):

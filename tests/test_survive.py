@@ -16,6 +16,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from configurator import input_errors, tell_launcher
@@ -129,7 +130,7 @@ def whole(folder, reward_file, tmp_path_factory):
     return out_dir
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number):
     out_dir, log = tmp_path / "run", tmp_path / "log"
     (process,) = begin(log, *command("train_grpo.py", folder, out_dir, reward_file, save_interval=100))
@@ -141,6 +142,14 @@ def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, 
     assert process.exitcode == 0
     train(folder, out_dir, reward_file, resume="auto")
     assert without_times(lines(out_dir)) == without_times(lines(whole))
+
+
+def test_under_nohup_a_closed_terminal_is_no_signal(folder, reward_file, tmp_path):
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=3)
+    process = start(["nohup", sys.executable, *arguments], tmp_path / "log")
+    wait_for(lambda: lines(tmp_path / "run"), process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 0 and len(lines(tmp_path / "run")) == 4
 
 
 # From the third step on each turn takes its time, unless a file says otherwise.
@@ -222,7 +231,8 @@ def waiting_run(folder, tmp_path):
 
 def test_signals_in_quick_succession_count_as_one(waiting_run, tmp_path):
     """A launcher passes on what the process has had itself. A later SIGTERM is no second Ctrl-C either."""
-    for number, pause in ((signal.SIGINT, 0.1), (signal.SIGINT, 1.2), (signal.SIGTERM, 0.1)):
+    for number, pause in ((signal.SIGINT, 0.1), (signal.SIGINT, 1.2), (signal.SIGTERM, 0.1), (signal.SIGHUP, 0.1),
+                          (signal.SIGUSR2, 0.1)):
         os.kill(waiting_run.pid, number)
         time.sleep(pause)
     assert (tmp_path / "out").read_text().count(NOTICE) == 1 and waiting_run.is_alive()
@@ -338,6 +348,22 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     output = train(folder, tmp_path / "run", reward, resume="auto",
                    **settings | {"max_steps": 3, "eval_prompts": 6})
     assert f"resumes {tmp_path}/run/checkpoint-2" in output
+
+
+def test_a_resumed_run_may_take_larger_steps(whole, folder, reward_file, tmp_path):
+    """It goes on behind the rows that it has drawn. Rollouts in a checkpoint are those of steps of the old size."""
+    path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
+    (tmp_path / "run" / ".lock").touch()
+    larger = {"resume": "auto", "max_steps": 13, "prompts_per_step": 6, "num_generations": 2}
+    save_file({"ids": torch.zeros(1)}, path / "trainer" / "arrays.safetensors")
+    refused(command("train_grpo.py", folder, tmp_path / "run", reward_file, **larger)[1:],
+            f"prompts_per_step=6, but {path} comes from a run with prompts_per_step=4", tmp_path)
+    os.remove(path / "trainer" / "arrays.safetensors")
+    output = train(folder, tmp_path / "run", reward_file, **larger)
+    for text in ("prompts_per_step=6", "num_generations=2"):
+        assert f"{text} is new: the run goes on behind the rows that it has drawn" in output
+    state = json.loads((tmp_path / "run/checkpoint-13/trainer/state.json").read_text())
+    assert state["position"] == 12 * 4 + 6
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):
@@ -493,3 +519,47 @@ def test_the_thread_of_tensorboard_does_not_write_over_the_message(mesh, tmp_pat
 
 def failing():
     return 1 / 0
+
+
+# ---------------------------------------------------------------- the end of the script
+
+AFTER = """
+import atexit
+from pathlib import Path
+atexit.register(Path(f"{out_dir}/handler-{rank}").touch)
+kept = open(f"{out_dir}/kept-{rank}", "w")
+kept.write("not flushed")
+run.end()
+Path(f"{out_dir}/ranks-{rank}").write_text(str(distributed.gathered([rank])))
+try:
+    sys.exit(7)
+except SystemExit:
+    pass
+"""
+
+
+def test_a_script_goes_on_after_run_end(folder, reward_file, tmp_path):
+    """Its lines run, ranks can talk, exit handlers are called, files are flushed, and its exit code is its own."""
+    text = open(f"{ROOT}/train_sft.py").read().replace("run.end() ", f"{AFTER}sys.exit(3)\n#")
+    script = tmp_path / "train_mine.py"
+    script.write_text(text.replace("import math\n", "import math, sys\n", 1))
+    arguments = command(str(script), folder, tmp_path / "run", "--reward=none", max_steps=1)
+    arguments.remove("--num_generations=4")
+    output = launch(*arguments, launcher=(*TORCHRUN, "--nproc_per_node=2"), code=1, env={"PYTHONPATH": ROOT})
+    assert "exitcode  : 3 " in output
+    for rank in range(2):
+        assert (tmp_path / f"run/handler-{rank}").exists()
+        assert (tmp_path / f"run/kept-{rank}").read_text() == "not flushed"
+        assert (tmp_path / f"run/ranks-{rank}").read_text() == "[0, 1]"
+
+
+@pytest.mark.parametrize("last, code", [
+    ("kept.close()", 0), ("raise SystemExit(4)", 4), ("sys.exit('no')", 1), ("1 / 0", 1), ("sys.exit()", 0),
+    ("with kept:\n    exit(5)", 5), ("try:\n    sys.exit(6)\nexcept SystemExit:\n    pass", 0)])
+def test_the_exit_code_is_that_of_the_script(tmp_path, last, code):
+    (tmp_path / "script.py").write_text(
+        "import atexit, sys\nfrom runtime import distributed\natexit.register(print, 'handler')\n"
+        "distributed.set_up()\nkept = open('kept', 'w')\nkept.write('not flushed')\ndistributed.ending.begin()\n" + last)
+    output = launch("script.py", code=code, cwd=tmp_path, env={"PYTHONPATH": ROOT})
+    assert "handler" in output and (tmp_path / "kept").read_text() == "not flushed"
+    assert ("ZeroDivisionError" in output) == ("1 / 0" in last)

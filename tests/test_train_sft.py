@@ -145,6 +145,17 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_the_same_figures(folder, t
     assert whole[-1]["eval/token_loss"] < whole[0]["eval/token_loss"] - 0.1
 
 
+def test_the_checkpoint_with_the_lowest_loss_stays(folder, tmp_path):
+    """Where nothing is sampled. At this rate the model soon gets worse."""
+    metrics, _ = sft(folder, tmp_path / "run", "--reward=none", "--keep_checkpoints=1", "--save_interval=1",
+                     "--eval_interval=1", "--max_steps=6", "--learning_rate=1", "--warmup_steps=0",
+                     "--lr_decay=constant")
+    losses = [line["eval/token_loss"] for line in metrics]
+    best = min(range(1, 7), key=losses.__getitem__)
+    assert best < 6 and {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {
+        f"checkpoint-{best}", "checkpoint-6"}
+
+
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     """A run of the default task, with the shipped model."""

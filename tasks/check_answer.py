@@ -355,6 +355,23 @@ THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 # character except %.
 TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
          r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
+# A text with words is no formula: its letters are no factors. Such a text has
+#     only letters, and three small ones in a row or one of e, i, o and u beside another: Bob, b a c, no;
+#     or a word of three letters or more beside another word or letter: Bob has 3 dogs;
+#     or such a word as a member of a list, unless that is a set in braces: yes, 5;
+#     or a letter of no Latin or Greek alphabet beside another letter;
+#     or a number behind a chemical element: H2O.
+# So xy, mv^2, GMm and length = 5, width = 3 are formulas.
+LETTER = r"[^\W\d_]"
+NO_SIGN = r"[^\d\\|+*/^=<>_{]"
+FOREIGN = r"[^\W\d_a-zA-ZͰ-Ͽ]"
+WORDS = (rf"^(?=.*(?:[a-z]\s*[a-z]\s*[a-z]|[eiou][a-z]|[a-z][eiou]))(?:(?!-){NO_SIGN})*$|"
+         rf"^(?=.*{LETTER}{{4}}){NO_SIGN}*$|"
+         rf"(?<![\\\w])(?:{LETTER}{{3,}}\s+{LETTER}|{LETTER}+\s+{LETTER}{{3,}})|"
+         r"^(?!.*\{)(?:(?:.*[,;])?\s*[a-z]{3,}\s*[,;]|.*[,;]\s*[a-z]{3,}\s*$)|"
+         rf"{FOREIGN}\s*{LETTER}|{LETTER}\s*{FOREIGN}|(?<![\\\w])[A-Z][a-z]?\d")
+# Between words a hyphen and other punctuation do not count, nor do blanks, except between digits.
+BETWEEN_WORDS = rf"(?<={LETTER})\s*[-.,;:!?'’\"]+\s*(?={LETTER}|$)|(?<![\d\s])\s+|\s+(?![\d\s])"
 # A letter, a word, or a command that stands for a value. Any other command, and |, says something about its
 # neighbours, so a formula with it is compared as a text: \overrightarrow{AB} is not \overrightarrow{BA}.
 SYMBOL = r"""(?ix) [^\W\d_] | \\(?: (?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|
@@ -533,7 +550,8 @@ def applied(op, a, b):
 @dataclass
 class Reading:
     """What an answer says."""
-    value: object   # a Fraction, a tree of tuples for a formula, (":", text) if it is JOINED, or a text
+    value: object   # a Fraction, a tree of tuples for a formula, (":", text) if it is JOINED or has WORDS, or
+                    # a text
     values: set     # the value, and others that it may have: 3 h may be 3*h, 50% may be 1/2, 1/9 may be 1:9
     steps: set      # the operations that are still to be carried out, as in `value`
     text: str       # the plain spelling, without left side and unit
@@ -564,6 +582,10 @@ def read(text):
         # 3:07 is 03:07, and 1,000-2,000 is 1000-2000.
         tree = ":", re.sub(r"(?<![\d.,])0+(?=\d)|,(?=\d{3})", "", joined[0])
         values = {tree}
+    elif re.search(WORDS, bare):
+        tree = ":", re.sub(BETWEEN_WORDS, "", bare).lower()
+        values = {tree}
+        steps = set()
     elif tree is None:
         tree = " ".join(re.findall(TOKEN, text))
         if not re.search(r"[\\|]", tree):                       # in a formula A is not a
@@ -585,10 +607,10 @@ def comparison(answer, truth):
 
     It is if the two are equal as exact values or formulas, or as text if one of them is no formula. Spaces,
     LaTeX's spellings and % do not count: 50% is 50 and 1/2, but 0.5% is 0.005. Nor does the order of terms,
-    of factors, and of a list or a set, except between semicolons. A unit, a currency or a letter before =
-    counts only if both answers have one. An answer with an operation between plain numbers that is still to
-    be carried out, as in 2+2 or 18/3, is wrong, unless the truth has this operation. It never raises, and no
-    input makes it slow.
+    of factors, and of a list or a set, except between semicolons and in a text with words. A unit, a
+    currency or a letter before = counts only if both answers have one. An answer with an operation between
+    plain numbers that is still to be carried out, as in 2+2 or 18/3, is wrong, unless the truth has this
+    operation. It never raises, and no input makes it slow.
     """
     mine, right = read(answer), read(truth)
     for part in ("name", "unit", "choice"):

@@ -307,6 +307,54 @@ def test_numbers_against_python():
             assert check_answer.value(text)[0] == expected, text
 
 
+# A formula may be written in another order, and a text with words in other spellings.
+REORDERED = [
+    ("ab", "ba"), ("xy", "yx"), ("x y", "y x"), ("2ab", "2ba"), ("2ab", "2 b a"), ("2abc", "2cba"), ("xyz+1", "1+zyx"), ("-abc", "-cba"),
+    (r"\frac{mgh}{2}", r"\frac12 hgm"), (r"\frac{nRT}{V}", "nTR/V"), ("kT", "Tk"), ("3kT", "3Tk"), ("GMm", "GmM"), ("αβ", "βα"),
+    (r"\alpha\beta", r"\beta\alpha"), (r"\pi r^2", r"r^2 \pi"), ("2 pi r", r"2 r \pi"), (r"\sin x \cos y", r"\cos y \sin x"), ("e^{ikx}", "e^{kxi}"),
+    ("v_{final}-v_{initial}", "-v_{initial}+v_{final}"), ("a, b", "b, a"), (r"\{cat, dog\}", r"\{dog, cat\}"), ("{red, blue, green}", "{blue, red, green}"),
+    ("length = 5, width = 3", "width = 3, length = 5"), ("3 apples, 5 pears", "5 pears, 3 apples"), ("mass*velocity", "velocity*mass"),
+    ("distance / time", r"\frac{distance}{time}"), ("5 m s", "5 m s"), ("NaCl", "NaCl"), ("H_2O", "H_{2}O"), ("abc", "a b c"),
+    ("Alice gave Bob", "alice gave  Bob."), ("red, green", "Red, green"), ("ice cream", "Ice-cream"), ("twenty-one", "twenty one"), ("St. Louis", "St Louis"),
+    ("Washington, D.C.", "Washington D.C."), ("don't know", "Don't know!"), ("кот", "Кот"), ("élève", "Élève"), ("左右", "左 右"), ("m<3且m≠2", "m<3 且 m≠2"),
+    ("Bob has 3 apples and Alice has 2", "bob has 3 apples, and Alice has 2"), (r"\text{New York}", "new york")]
+# Words and letters in another order are another text, also for the package for algebra.
+PERMUTED = [
+    ("Alice gave Bob", "Bob gave Alice"), ("act", "cat"), ("abc", "cba"), ("dog", "god"), ("no", "on"), ("us", "su"), ("He", "eh"), ("Tom", "mot"), ("a b c", "c b a"),
+    ("I am in", "in I am"), ("to be", "be to"), ("apple banana cherry date", "banana apple cherry date"), ("yes, no", "no, yes"), ("True, False", "False, True"),
+    ("Alice, Bob, Carol", "Carol, Alice, Bob"), ("yes, 5", "5, yes"), ("n mod m", "m mod n"), ("mother-in-law", "mother-law-in"), ("on the left", "left the on"),
+    ("Bob has 3 apples and Alice has 2", "Alice has 3 apples and Bob has 2"), ("Bob has 3 apples and Alice has 2", "Bob has 2 apples and Alice has 3"),
+    ("the 2 of hearts", "the hearts of 2"), ("4 of hearts", "hearts of 4"), ("North Dakota", "Dakota North"), ("listen", "silent"), ("New York", "Newark York"),
+    ("кот", "ток"), ("左右", "右左"), ("甲乙丙", "丙乙甲"), ("élève", "véèle"), ("NaCl", "ClNa"), ("HCN", "CNH"), ("CO", "OC"), ("H2O", "HO2"), ("x before y", "y before x"),
+    ("he is 5 and she is 3", "she is 5 and he is 3"), ("odd and even", "even and odd"), ("sun, moon", "nus, moon"), ("2ab", "2ac"), ("ab", "a+b"),
+    ("5 m s", "5 s"), ("2 pi r", "2 pi"), ("kT", "k"), ("GMm", "GMM")]
+
+
+@pytest.mark.parametrize("given, truth", REORDERED)
+def test_a_formula_has_no_order(given, truth):
+    assert check_answer.comparison(given, truth) is True and check_answer.comparison(truth, given) is True
+
+
+@pytest.mark.parametrize("algebra", [False, True])
+@pytest.mark.parametrize("given, truth", PERMUTED)
+def test_words_have_an_order(given, truth, algebra):
+    for answer, right in ((given, truth), (truth, given)):
+        assert not check_answer.check_answer(rf"\boxed{{{answer}}}", right, algebra)
+        assert not check_answer.check_answer(f"Answer: {answer}", right, algebra)
+
+
+def test_of_many_words_only_one_order_is_right():
+    rng = random.Random(0)
+    words = "the a red cat dog on no Alice Bob Tom is big sun moon rock France Rome blue go up east two of at in".split()
+    for _ in range(500):
+        order = rng.sample(words, rng.randint(4, 7))
+        for joint in (" ", ", ", "; "):
+            truth = joint.join(order)
+            assert check_answer.check_answer(rf"\boxed{{{truth}}}", truth), truth
+            given = joint.join(rng.sample(order, len(order)))
+            assert given == truth or not check_answer.check_answer(rf"\boxed{{{given}}}", truth), (given, truth)
+
+
 N = 100_000
 
 

@@ -393,6 +393,10 @@ def answer_of(row, columns):
         values = truth
         if not isinstance(truth, list):
             values = [truth]
+        elif bool in map(type, truth) and column != "reward_model.ground_truth":
+            raise InputError(f"{column} is a list of several right answers, and {truth!r:.100} has true or "
+                             'false in it: write a text, such as "false, true", if all of them are to be '
+                             "given; a column of another name goes to the reward as it is")
         if values and all(map(is_answer, values)):
             return truth
         # What verl's form holds may be anything that a reward understands; then it is no answer.

@@ -483,6 +483,10 @@ class Scorer:
                 texts = self.player.tokenizer.batch_decode(
                     columns["completion_ids"], skip_special_tokens=True)
                 its_columns = columns | {"completions": texts}
+            if reward.form != "TRL" and s.answer_column in columns:
+                # What the run names as its answer comes before the columns that verl's form looks into.
+                named = columns[s.answer_column]
+                its_columns = its_columns | {"ground_truth": named, "reward_model": named}
             results = score_completions(reward, its_columns, process, s.call_timeout, end, s.call_workers,
                                         s.reward_errors)
             sources.append((reward.name, results))

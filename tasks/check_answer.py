@@ -637,8 +637,9 @@ def comparison(answer, truth):
 def check_answer(text, truth, algebra=False):
     """Return whether a completion's final answer is the truth.
 
-    truth: a text, which may be a worked solution, or a number. It may also be a list of these, or a list of
-    texts as JSON, of which one is enough. A short line without a final answer is compared as a whole.
+    truth: a text, which may be a worked solution, a number, or True or False, for which yes and no count as
+    well. It may also be a list of these, or a list of texts as JSON, of which one is enough. A short line
+    without a final answer is compared as a whole.
     algebra: whether to ask the package math-verify where exact values do not decide. Set a time limit for
     that.
     """
@@ -662,7 +663,12 @@ def check_answer(text, truth, algebra=False):
 
 
 def alternatives(truth):
-    # Returns the texts of which one is the right answer. ["4", "5"] are two, but [4, 5] is an interval.
+    # Returns the texts of which one is the right answer. ["4", "5"] are two, but [4, 5] is an interval. True
+    # and False have two names each.
+    if truth is True:
+        truth = ["true", "yes"]
+    elif truth is False:
+        truth = ["false", "no"]
     if isinstance(truth, str) and re.match(r'\[\s*"', truth):
         with contextlib.suppress(ValueError):
             truth = json.loads(truth)

@@ -412,6 +412,13 @@ def test_one_of_several_truths_is_enough(truth, right):
     assert check_answer.check_answer("Answer: 5", truth, algebra=True) is right
 
 
+@pytest.mark.parametrize("truth, names, others", [(True, ["yes", "True", "Answer: Yes.", r"\boxed{\text{true}}"], ["no", "False", "Answer: 1"]),
+                                                  (False, ["no", "False", "Answer: No.", r"\boxed{false}"], ["yes", "True", "Answer: 0"])])
+def test_a_truth_value_has_two_names(truth, names, others):
+    assert all(check_answer.check_answer(text, truth) for text in names)
+    assert not any(check_answer.check_answer(text, truth) for text in others)
+
+
 def test_a_list_of_numbers_in_a_text_is_an_interval():
     assert check_answer.check_answer("Answer: [2, 7]", "[2, 7]") and not check_answer.check_answer("Answer: 7", "[2, 7]")
     assert check_answer.check_answer('Answer: ["a', '["a')

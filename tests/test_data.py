@@ -241,6 +241,8 @@ CONTENT = "and a content, a string or a list of text blocks"
     ({"prompt": "1+1?", "answer": []}, "answer must be text or a finite number, not []"),
     ({"prompt": "1+1?", "answer": ["2", " "]}, "answer must be text or a finite number, not ['2', ' ']"),
     ({"prompt": "1+1?", "answer": [["2"]]}, "answer must be text or a finite number, not [['2']]"),
+    ({"prompt": "1+1?", "answer": [False, True]}, "answer is a list of several right answers, and [False, True] has true"),
+    ({"prompt": "1+1?", "solution": ["yes", True]}, "solution is a list of several right answers, and ['yes', True] has"),
     ({"prompt": "1+1?", "answer": None, "solution": ""}, "solution must be text or a finite number, not ''"),
 ])
 def test_file_errors_name_the_line(tmp_path, row, message):

@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import functools
+import json
 import math
 import os
 import random
@@ -427,7 +428,7 @@ def test_a_reward_that_raises(tmp_path, capsys):
 
 SETTINGS = {"reward": "", "task": "algebra", "call_timeout": 5.0, "call_workers": 0,
             "reward_errors": "stop", "reward_weights": "", "reward_model": "", "stop": "",
-            "environment": "", "agent": "", "tools": "", "max_environments": 0, "token_budget": 100}
+            "answer_column": "", "environment": "", "agent": "", "tools": "", "max_environments": 0, "token_budget": 100}
 TOKENIZER = pretrain.make_tokenizer()
 
 
@@ -607,6 +608,20 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
     assert [r.score for r in rollouts] == pytest.approx([3.0, 0.0, 3.0, NAN], nan_ok=True)
     assert [r.parts for r in rollouts] == [{"a": 1, "b": 2}, {"a": 0, "b": 0}, {"a": 3}, {}]
     assert rollout_metrics(rollouts, 4, group_std, 1)["rewards/timeouts"] == 1
+
+
+@pytest.mark.parametrize("name, truth", [("", "verl's"), ("final", "mine"), ("ground_truth", "theirs"),
+                                         ("reward_model.ground_truth", "verl's")])
+@pytest.mark.parametrize("source", [
+    "def reward(solution_str, ground_truth): return float(solution_str == ground_truth)",
+    "def reward(solution_strs, ground_truths): return [float(a == b) for a, b in zip(solution_strs, ground_truths)]"])
+def test_a_named_column_is_the_truth_of_verls_form(scorer, tmp_path, name, truth, source):
+    columns = {"final": "mine", "ground_truth": "theirs", "reward_model": {"ground_truth": "verl's"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "p"} | columns))
+    [(_, row)] = data.file_rows(str(tmp_path / "rows.jsonl"), answer_column=name)
+    rollouts = [rollout(row, text) for text in (truth, "other")]
+    scorer(source, answer_column=name)(rollouts)
+    assert [r.score for r in rollouts] == [1.0, 0.0]
 
 
 def test_scorer_adds_a_reward_model(scorer):

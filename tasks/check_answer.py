@@ -59,14 +59,15 @@ LEADING = (rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|have)\b)?{ED
 TAIL = (rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
         rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\||(?<=\w)\W*[✅✔✓☑]).*")
 # An answer also ends where its text does in {"answer": "18", "why": "9*2"}, and where its sentence does, but
-# `B.` in `B. Paris` is no sentence.
-STOP = r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])"
+# `B.` in `B. Paris` is no sentence, nor is `St.` in `St. Louis`.
+STOP = (r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])(?<!\b(?:St|Mr|Ms|Dr|Mt|Ft|Lt))"
+        r"(?<!\b(?:Mrs|Sta|Rev|Gen|Col|Sgt|Gov|Sen|Rep))(?<!\b(?:Prof|Capt))[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # These words change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
 OPERATOR = (r"(?:or|and|not|no|never|cannot|\w+n't|without|than|about|around|over|under|below|of|from|to|by|"
             r"at|plus|minus|times|twice|double|triple|half|halves|thirds|"
             r"root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|(?!mon)\w*[defghnrx]ths?)\b")
 # A sentence may end with its answer: `She makes 18 dollars.`
-SUBJECT = rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})"
+SUBJECT = rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+[.,]? [^\W\d][^\d=\\]* |[一-鿿]{{2,}})"
 SENTENCE = SUBJECT + r"([-*$€£]*\d[^=\\]*)$"
 # A box may hold brackets in brackets, eight levels deep. It may also be \boxed 5, but `in \boxed format` and
 # \boxed{your answer} only speak of boxes. The first group is the comma or the `and` that joins a box to the
@@ -75,6 +76,8 @@ INSIDE = r"(?:[^{}\\]|\\.|\{" * 8 + "[^{}]*+" + r"\})*+" * 8
 BOX = (r"(?s)([\s$]{0,9}+(?:,\s{0,9}+(?:and\b)?|and\b)[\s$]{0,9}+)?"
        r"\\(?:(?:boxed|fbox)\s*+\{(?!\s*(?:(?:your |the |final )*answer|\.{3}|…|\\[lc]?dots)?\s*\})"
        rf"({INSIDE})\}}|boxed\s+((?![a-zA-Z]{{2}})[^\s{{}}$]+))")
+# A line of nothing but these only opens or closes a frame. Brackets, arrows and emoji may be an answer.
+NO_ANSWER = r"(?:\\[\[(]|[\s*`$\"'“”_#:.。…-])*"
 # The answer ends before a bracket that it has not opened, as in {"answer": 18} and [[18]].
 UNOPENED = rf"^(?:({INSIDE})\}}|([^][]*)\]\]).*"
 # A text may end with a frame: **18**, `18`, $$18$$, \[18\], and $18$ or \(18\) in a line by itself.
@@ -137,7 +140,7 @@ def announced(part):
     # answer is a line, and in <answer> it may be several.
     lines = re.findall(r"(?s)^<\w+>(.*?)</", part)
     lines += re.sub(r"^<\w+>", "", part).split("\n")
-    line = next(filter(re.compile(r"\w").search, lines), "").strip(EDGES)
+    line = next((line for line in lines if not re.fullmatch(NO_ANSWER, line)), "").strip(EDGES)
     # `Answer: The answer is 18`
     line = marked_answer(line[:300]) or line
     line, *_ = re.split(STOP, line, maxsplit=1)
@@ -162,6 +165,19 @@ def last_answer(text):
     measured = re.match(MEASURED, re.split(STOP, line)[-1])
     if measured and sentence != text:
         return measured[1]
+
+
+def right_answer(text):
+    # Returns the answer in the text of a row. If this is a worked solution, its answer is found as in a
+    # completion. Without such an answer a solution of eight words or more has the only number in its last
+    # sentence as its answer.
+    answer = boxed_answer(text) or marked_answer(text)
+    if not answer and re.match(SOLUTION, text):
+        answer = last_answer(text)
+        only = re.match(ONLY_NUMBER, re.split(STOP, text.strip())[-1].rpartition("\n")[2])
+        if not answer and only and len(text.split()) >= 8:
+            answer = only[1]
+    return answer or text
 
 
 def is_formula(text):
@@ -349,6 +365,11 @@ LEFT = (r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?%?"
 DATE = f"{NUMBER}(?:(?:-{NUMBER})+|(?:/{NUMBER}){{2,}}|(?::{NUMBER})+)"
 JOINED = f"{DATE}(?:[,;]{DATE})*"
+# A row's answer is a worked solution if words stand beside each other in it and it has several lines or ends
+# with a full stop. Its last sentence may have only one number, apart from those such as 5th.
+SOLUTION = r"(?s)(?=.*[^\W\d_]{2},?\s+[^\W\d_]{2})(?=.*\n|.*[.!。]\s*$)"
+ONLY_NUMBER = (rf"(?:[^\d=\\]|\d+(?:st|nd|rd|th)\b)*?([-$€£]{{0,2}}{NUMBER}(?:/\d+)?)"
+               r"(?!\s*(?:\w+illion|thousand|hundred|dozen|st|nd|rd|th|\d))[^\d=\\]*$")
 # 1,234.5 and 1 234.5 are numbers.
 THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 # A token is a digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or any other
@@ -574,6 +595,8 @@ def read(text):
     text = text[left.end():]
     bare = re.sub(UNIT, r"\1", text)
     unit = sorted(UNITS[word] for word in re.findall(r"\w+|/", text[len(bare):]) if word in UNITS)
+    if "%" in text:
+        unit = ["%"]
     digits = re.sub("[, ]", "", bare) if re.fullmatch(THOUSANDS, bare) else bare
     tree, steps = value(digits)
     values = {tree, value(text)[0]}
@@ -654,7 +677,7 @@ def check_answer(text, truth, algebra=False):
         tail = "\n".join(text.splitlines()[-10:])[-2000:]
         answers += [part for part in parsed(tail) if isinstance(part, str)]
     for known in alternatives(truth):
-        known = boxed_answer(known) or marked_answer(known) or known
+        known = right_answer(known)
         for answer in answers:
             same = comparison(answer, known)
             if same or same is None and algebra and by_algebra(answer, known):

@@ -424,6 +424,38 @@ def test_a_list_of_numbers_in_a_text_is_an_interval():
     assert check_answer.check_answer('Answer: ["a', '["a')
 
 
+# A row's answer, the answers that are right, and some that are not
+TRUTHS = [
+    ("Therefore, he has 7 apples.", ["7", "7 apples"], ["8"]), ("Mr. Smith has 7 apples.", ["7"], []), ("So Mary has 12 more marbles than John.", ["12"], []),
+    ("If Jungkook is in 5th place, then 4 people crossed the finish line faster than him.", ["4"], ["5"]),
+    ("We write x / 10 = 6.\n\nSo we subtract 15 from 60:\n\n60 - 15 = 45\n\nTherefore, the result Yoongi got is 45.", ["45"], ["15", "60"]),
+    ("First, 3 + 9 = 12.\n\nTherefore, there are 12 apples left in the basket.", ["12"], ["9"]),
+    ("He had $60 and kept 12.\n\nSo, John spent $48 on toys.", ["48", "$48"], ["12", "48 euros"]),
+    ("Therefore, the number of students in the class is 28 + 1 = 29.", ["29"], ["28"]),
+    ("Therefore, the average speed of the train is 60 km/hr.", ["60", "60 km/h"], ["60 km"]),
+    ("Let's see.\n\nThus, the ratio of A to B is 3:4.", ["3:4"], ["4"]), ("Adding gives 2x = 10.\n\nTherefore, x = 5.", ["5"], ["10"]),
+    ("We count.\n\nTherefore, the probability is $\\frac{3}{4}$.", [r"\frac34"], ["4", "3"]), ("Half of 48 is 24.\n#### 5", ["5"], ["24"]),
+    ("So there are 25% of the students who like tea in this class of pupils.", ["25%"], []),
+    ("We need both.\n\nTherefore, the two numbers are 12 and 16.", [], ["16", "12"]), ("The town has grown, so that it has 5 thousand people now.", [], ["5"]),
+    ("Article 5 of the treaty.", ["Article 5 of the treaty"], ["5"]), ("Apollo 11.", ["Apollo 11"], ["11"]), ("x = 1, y = 2.", ["x=1, y=2"], ["2"]),
+    ("\\begin{pmatrix} 1 & 2 \\\\\n 3 & 4 \\end{pmatrix}", [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"], ["4"]),
+    ("apple\nbanana\ncherry", ["apple banana cherry"], ["cherry"]), ("No real solutions.", ["no real solutions"], []),
+    ("St. Louis", ["St. Louis"], ["St."]), ("Mr. Smith", ["Mr. Smith", "mr smith"], ["Mr."]), ("Dr. No", ["Dr. No"], ["Dr.", "No"]), ("No", ["No. It is not even"], []),
+    *[(signs, [signs], ["5", "()("]) for signs in ("→", "([]{})", "()", "[]", "{}", "👍", "<>", "↑↑↓", "-->")],
+    ("5%", ["5%", "5", "5 percent", r"5\%"], ["$5", "5 dollars", "5 km", "€5"]), ("$5", ["5", "5 dollars"], ["5%", "5 percent"]), ("1/2", ["50%"], [])]
+
+
+@pytest.mark.parametrize("form", [r"So it is \boxed{%s}", "Answer: %s", "<answer>%s</answer>", "Reasoning.\n\n**Answer:** %s", "The answer is %s.",
+                                  "Answer: %s\nThat is why.", "Final answer:\n%s"])
+@pytest.mark.parametrize("truth, right, wrong", TRUTHS)
+def test_rows_with_solutions_names_and_signs(truth, right, wrong, form):
+    for given in right:
+        if "It is" not in given or "boxed" not in form:         # what stands in a box is the whole answer
+            assert check_answer.check_answer(form.replace("%s", given), truth), given
+    for given in wrong:
+        assert not check_answer.check_answer(form.replace("%s", given), truth), given
+
+
 # Completions that give the answer, and completions that do not: a text that was cut off, or another answer.
 PHRASES = {"18": [
     "So the answer is: **18**.", "Therefore, x = 18", r"The final result is \(18\).", "```\n18\n```",
@@ -504,7 +536,7 @@ PHRASES = {"18": [
 ], "7": [
     "So he has 7 apples left.", "He had 9 apples. He has 7 apples left.", "She makes 7 dollars.", "She makes $7 per day.",
     "I have $7.", "The train takes 7.0 hours.", "They need 7 more buses!", "Tom is 7 years old.", "他有7个苹果。",
-    "He ate 2 of them.\nSo he has 7 apples left.", "The discount is 7%.",
+    "He ate 2 of them.\nSo he has 7 apples left.", "Therefore, he has 7 apples.", "Mr. Smith has 7 apples.", "The discount is 7%.",
 ], "LATER": ["The answer is LATER.", "Answer: LATER"]}
 NO_PHRASES = {"18": [
     "She has 18 eggs and then", "First, 18 eggs are", "The number 18 is", "Let x = 18", "Suppose x = 18",

@@ -333,15 +333,16 @@ def apply_reward_errors(reward, completions, results, reward_errors):
 
 
 def token_at(character, rollout, tokenizer):
-    # Returns the index of the sampled token that holds this character of the completion.
-    ids = rollout.sampled_ids
+    # Returns the index of the sampled token that holds this character of the completion, or 0 if a token
+    # before the first sampled one holds it.
+    ids = rollout.ids[rollout.spans[0, 0] - rollout.begun:]
     text = content(rollout.completion)
 
     def reaches(t):
         # Whether the first t + 1 tokens spell the text as far as this character. The first such t is wanted.
         return tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
 
-    return bisect.bisect_left(range(len(ids)), True, key=reaches)
+    return max(0, bisect.bisect_left(range(len(ids)), True, key=reaches) - rollout.begun)
 
 
 class Scorer:
@@ -485,8 +486,8 @@ class Scorer:
                 its_columns = columns | {"completions": texts}
             if reward.form != "TRL" and s.answer_column in columns:
                 # What the run names as its answer comes before the columns that verl's form looks into.
-                named = columns[s.answer_column]
-                its_columns = its_columns | {"ground_truth": named, "reward_model": named}
+                truths = columns[s.answer_column]
+                its_columns = its_columns | {"ground_truth": truths, "reward_model": truths}
             results = score_completions(reward, its_columns, process, s.call_timeout, end, s.call_workers,
                                         s.reward_errors)
             sources.append((reward.name, results))

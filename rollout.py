@@ -97,6 +97,7 @@ class Rollout:
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
+    begun: int = 0           # how many tokens before the first sampled one belong to the completion
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),), kept=()):
@@ -337,21 +338,32 @@ class Sampler:
     def __call__(self, prompts, n, names, prefix="", **sampling):
         """Return n adjacent Rollouts per data.Prompt. If a signal has come, it ends the run instead.
 
-        The arguments are those of jobs_for.
+        The arguments are those of jobs_for. Raises InputError if the same weights have already sampled for a
+        prompt under the same name, unless the temperature is 0, or if an episode is to begin in an answer.
         """
         player = self.player
         self.engine.stop_if_signalled()                         # the end of the run, if a signal has come
         jobs = jobs_for(player.settings, prompts, n, names, prefix, **sampling)
+        for name, (_, request) in zip(names, jobs[::n]):
+            earlier = self.engine.sampled.setdefault((name, request.temperature), request)
+            if earlier is not request and earlier.ids == request.ids and request.temperature:
+                raise InputError(f"since the last weight sync {name!r} has named this prompt before: its seeds "
+                                 "and so its completions would be the same, so take another name")
+        if player.make and any(prompt.begun for prompt in prompts):
+            raise InputError(f"{player.key} plays, and no prompt may have the beginning of an answer")
         # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
         if player.make or self.engine.versions:
             rollouts = player.play(self.engine, jobs)
         else:
             rollouts = self.engine.generate([request for _, request in jobs])
-            for r, (row, request) in zip(rollouts, jobs):
-                sampled = r.ids[len(request.ids):].tolist()
-                r.row = row
-                r.completion = text_of(player.tokenizer, sampled, player.eos_ids, player.stop)
-                if not isinstance(row["prompt"], str):
+        if not player.make:
+            for i, r in enumerate(rollouts):
+                prompt = prompts[i // n]
+                r.row = prompt.row
+                r.begun = prompt.begun
+                answer = r.ids[len(prompt.ids) - r.begun:].tolist()
+                r.completion = text_of(player.tokenizer, answer, player.eos_ids, player.stop)
+                if not isinstance(r.row["prompt"], str):
                     r.completion = [{"role": "assistant", "content": r.completion}]
         self.engine.stop_if_signalled()
         return rollouts
@@ -379,6 +391,7 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # numbers that become the names of the requests of episodes
+        self.sampled = {}                   # {(name, temperature): a Request that these weights have answered}
         self.completing = {}                # {token: whether it may complete a stop string}
         self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 
@@ -429,6 +442,7 @@ class Engine:
                 # From its next token on, this version samples for the request.
                 request_versions[counts.get(name, 0)] = version
         self.version = version
+        self.sampled = {}
         load_checked(self._load, named_tensors, version)
 
     def sampled_counts(self):

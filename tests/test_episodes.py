@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import configurator
 import data
 import episodes
+import rewards
 import rollout
 from conversation import Conversation
 from tiny import pretrain
@@ -342,10 +344,57 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
     wanted = requests([prompt.ids for prompt in prompts], n, seeds, max_tokens, temperature, top_p, top_k, min_p)
     generate = lambda hashed: engine.generate([
         request._replace(seed=one.seed) for request, one in zip(hashed, wanted, strict=True)])
-    engine_with = SimpleNamespace(generate=generate, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
+    engine_with = SimpleNamespace(generate=generate, sampled={}, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
     plays = player("", tokenizer=tokenizer, eos_ids=ENDS, **vars(settings))
     sample = rollout.Sampler(plays, engine_with)
     return sample(prompts, n, seeds)
+
+
+@pytest.mark.parametrize("name", ["", "Echo"])
+def test_a_name_is_used_for_a_prompt_once(engine, games, name, monkeypatch):
+    """A second time it would give the same completions, except after a weight sync."""
+    plays = player(games, name, seed=0, max_completion_length=12, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0)
+    sample = rollout.Sampler(plays, engine)
+    engine.sampled = {}
+    first, second = prompts_for([{}, {"prompt": [{"role": "user", "content": "Stay."}]}])
+    before = sample([first], 2, ["3 0"])
+    for greedy in range(2):
+        sample([first], 2, ["3 0"], temperature=0)
+    with pytest.raises(configurator.InputError, match="'3 0' has named this prompt before"):
+        sample([second, first], 2, ["3 1", "3 0"])
+    other = sample([second, first], 2, ["3 0", "3 2"])
+    assert [r.ids.tolist() for r in other[2:]] != [r.ids.tolist() for r in before]
+    with pytest.raises(configurator.InputError, match="'x' has named this prompt before"):
+        sample([first, first], 2, ["x", "x"])
+    monkeypatch.setattr(rollout, "load_checked", print)          # a sync of the same weights
+    engine.load_weights([], engine.version)
+    assert identical(sample([first], 2, ["3 0"]), before)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("content", ["string", "messages"])
+def test_a_prompt_may_have_the_beginning_of_an_answer(engine, games, content, busy, monkeypatch):
+    """Its tokens belong to the completion and not to what is trained, wherever in a word the answer goes on."""
+    sampling = {"seed": 0, "max_completion_length": 12, "temperature": 0.9, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    sample = rollout.Sampler(player(games, eos_ids=ENDS, **sampling), engine)
+    if busy:                                                    # other requests are open, so the player plays
+        monkeypatch.setattr(engine, "versions", {-1: {0: 0}})
+    (prompt,) = prompts_for([{}])
+    if content == "string":
+        prompt = prompt._replace(row={"prompt": "Go."})
+    begun = TOKENIZER("Answe", add_special_tokens=False).input_ids
+    prompt = prompt._replace(ids=prompt.ids + begun, begun=len(begun))
+    engine.sampled = {}
+    rollouts = sample([prompt], 3, ["a"])
+    engine.sampled = {}
+    others = sample([prompt._replace(begun=0)], 3, ["a"])
+    assert identical(rollouts, others)
+    for r, other in zip(rollouts, others):
+        assert r.row is prompt.row and r.begun == len(begun) and other.begun == 0
+        assert rewards.content(r.completion) == "Answe" + rewards.content(other.completion)
+        assert type(r.completion) is type(other.completion)
+    with pytest.raises(configurator.InputError, match="Echo plays, and no prompt may have the beginning"):
+        rollout.Sampler(player(games, "Echo", **sampling), engine)([prompt], 1, ["c"])
 
 
 @pytest.mark.parametrize("name", ["", "Echo"])
@@ -358,6 +407,7 @@ def test_evaluations_sample_by_settings_of_their_own(engine, games, name):
     prompts = prompts_for([{}, {}])
 
     def ids(**sampling):
+        engine.sampled = {}                                     # as after a weight sync
         return [r.ids.tolist() for r in sample(prompts, 3, ["eval 0", "eval 1"], **sampling)]
 
     trained = ids()

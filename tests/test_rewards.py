@@ -511,6 +511,14 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     assert [r.rewards for r in rollouts[1:3]] == [{last: 0.0}, {last: 3.0}]
     assert list(rollouts[3].rewards) == [last] and math.isnan(rollouts[3].rewards[last])
     assert rollouts[4].rewards == {1: 1.0, 2: -1.0} and rollouts[4].score == 0
+    # The completion may have begun before the first sampled token, which gets what is scored before it.
+    begun = len(text[:text.index("=")].encode())
+    for r in rollouts:
+        r.begun, r.spans, r.logprobs = begun, np.array([[begun, len(ids)]]), [-1.0] * (len(ids) - begun)
+    scores(rollouts)
+    assert rollouts[0].rewards == {places[0] - begun: 0.5, places[1] - begun: -1.0, places[2] - begun: 2.0, 0: 0.75}
+    for r in rollouts:
+        r.begun, r.spans, r.logprobs = 0, np.array([[0, len(ids)]]), [-1.0] * len(ids)
     # With a reward model half of it is the steps', and the model's share is the last token's.
     scores = scorer(source, reward_model="some/model", reward_weights="reward:0.5")
     scores.player.tokenizer = tokenizer

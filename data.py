@@ -533,7 +533,7 @@ class Prompt(NamedTuple):
     ids: list               # token ids, including those that the chat template adds
     number: int = 0         # the number of the row in Prompts
     epoch: int = 0          # how many times all rows had been drawn before this prompt was
-    begun: int = 0          # how many tokens at the end of ids belong to the completion: an answer's beginning
+    begun: int = 0          # how many tokens at the end of ids are the beginning of the completion
 
 
 def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):

@@ -100,7 +100,7 @@ class AgentRow:
     """A row of tokens, from its prompt to one of the answers in it."""
     conversation: Conversation
     messages: list              # the messages of the prompt, the turns and the replies, as in for_template
-    opponent: bool              # whether its turns are the opponent's, which is not trained
+    name: str                   # the model that its requests ask for; "opponent" is not trained
     continues: object           # the AgentRow with which it begins, or None if it begins with its prompt
     continued: bool = False     # whether a later row continues this one
     full: bool = False          # whether its last answer was cut off, or what should follow it had no room
@@ -204,8 +204,8 @@ class AgentSession:
         first = self.episode.conversation.first
         template = template_for(self.episode.player, tools_of(body))
         messages = for_template(body["messages"])
-        opponent = body.get("model") == "opponent"
-        earlier = self._earlier_row(messages, template.tools, opponent)
+        name = str(body.get("model"))
+        earlier = self._earlier_row(messages, template.tools, name)
         if earlier:
             conversation = copy.copy(earlier.conversation)
             fits = conversation.add_reply(messages[len(earlier.messages):])
@@ -217,16 +217,16 @@ class AgentSession:
             if earlier:
                 earlier.full = True
             raise ValueError(f"the maximum context length is {self.longest} + {first.max_tokens} tokens")
-        return AgentRow(conversation, messages, opponent, earlier)
+        return AgentRow(conversation, messages, name, earlier)
 
-    def _earlier_row(self, messages, tools, opponent):
-        """Return the longest row that these messages continue, or None."""
+    def _earlier_row(self, messages, tools, name):
+        """Return the longest row of this name that these messages continue, or None."""
         earlier = None
         length = 0
         # The newest row comes first. Most often it is the longest, and no other row has to be compared.
         for row in reversed(self.rows):
             if len(row.messages) >= length and row.messages == messages[:len(row.messages)] and (
-                    row.opponent == opponent and row.conversation.template.tools == tools):
+                    row.name == name and row.conversation.template.tools == tools):
                 earlier = row
                 length = len(row.messages)
         return earlier
@@ -266,9 +266,10 @@ class AgentSession:
         joined = Conversation(longest.first._replace(ids=[]))
         joined.row_starts = []
         for last in self.rows:
-            if last.opponent or last.continued:
+            if last.name == "opponent" or last.continued:
                 continue
             conversation = last.conversation
+            joined.row_names.append(last.name)
             joined.row_starts.append((len(joined.ids), len(joined.logprobs), len(conversation.first.ids)))
             if last.full:
                 episode.finish_reason = "length"

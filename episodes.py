@@ -243,7 +243,8 @@ class Episode:
                           np.array(conversation.logprobs, np.float32), self.finish_reason,
                           np.array(conversation.row_starts, np.int32), self.row, completion,
                           rewards=self.rewards if self.player.reward_part else {}, counts=self.counts,
-                          extra=self.extra, versions=tuple(conversation.versions.items()))
+                          extra=self.extra, versions=tuple(conversation.versions.items()),
+                          row_names=conversation.row_names)
         if conversation.kept:
             rollout.keep(conversation.kept)
         return rollout

@@ -97,6 +97,7 @@ class Rollout:
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
+    row_names: list = field(default_factory=list)   # with an agent, for each sequence the model that was asked
     begun: int = 0           # how many tokens before the first sampled one belong to the completion
 
     @classmethod
@@ -347,8 +348,8 @@ class Sampler:
         for name, (_, request) in zip(names, jobs[::n]):
             earlier = self.engine.sampled.setdefault((name, request.temperature), request)
             if earlier is not request and earlier.ids == request.ids and request.temperature:
-                raise InputError(f"since the last weight sync {name!r} has named this prompt before: its seeds "
-                                 "and so its completions would be the same, so take another name")
+                raise InputError(f"since the last weight sync {name!r} has named this prompt before, and with "
+                                 "the same seeds its completions would be the same: take another name")
         if player.make and any(prompt.begun for prompt in prompts):
             raise InputError(f"{player.key} plays, and no prompt may have the beginning of an answer")
         # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
@@ -391,7 +392,7 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # numbers that become the names of the requests of episodes
-        self.sampled = {}                   # {(name, temperature): a Request that these weights have answered}
+        self.sampled = {}                   # {(name, temperature): a Request to these weights}
         self.completing = {}                # {token: whether it may complete a stop string}
         self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 

@@ -342,6 +342,24 @@ def test_an_opponent_is_the_policy_and_is_not_trained(write):
         assert r.counts["requests"] == 2 and r.counts["rows"] == 1 and r.counts["untrained_tokens"] == other
 
 
+def test_a_row_has_the_name_that_its_requests_ask_for(write):
+    """The rows stand in the order of their last answers, so their places do not say who is who."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            # Both players see the same words.
+            said = {name: [user("Bid."), ask(base_url, api_key, [user("Bid.")], model=name)] for name in "AB"}
+            ask(base_url, api_key, [*said["A"], user("Again.")], model="A")
+            if row["order"] == "AB":
+                ask(base_url, api_key, [*said["B"], user("Again.")], model="B")
+    """)
+    texts = ["1<|end|>", "1<|end|>", "2<|end|>", "3<|end|>"]
+    for order, expected in (("AB", [("A", 2), ("B", 2)]), ("BA", [("B", 1), ("A", 2)])):
+        (r,) = played(player(agent), [texts], [{"order": order}])
+        assert [*zip(r.row_names, (len(spans) for _, spans, _ in rows_of(r)))] == expected
+    (again,) = from_arrays(as_arrays([r]))
+    assert again.row_names == ["B", "A"]
+
+
 def test_text_that_looks_like_control_tokens_is_text(write):
     agent = write("""
         def solve(base_url, api_key, row):

@@ -26,6 +26,7 @@ nats, belong to the distribution that was sampled from, after temperature, min_p
 order. Each request has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU
 the batch may change how logits are rounded, and with that a token.
 """
+import copy
 import gc
 import importlib.util
 import itertools
@@ -97,7 +98,7 @@ class Rollout:
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
-    row_names: list = field(default_factory=list)   # with an agent, for each sequence the model that was asked
+    row_names: list = field(default_factory=list)   # with an agent: the models that its sequences asked for
     begun: int = 0           # how many tokens before the first sampled one belong to the completion
 
     @classmethod
@@ -121,6 +122,19 @@ class Rollout:
         """
         self.kept_ids = np.concatenate(sets)
         self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
+
+    def behind(self, prompt_ids):
+        """Return a copy in which the first sequence has another prompt. All tokens that were sampled, and the
+        sets that they were drawn from, stay the same."""
+        length = len(self.prompt_ids)
+        shift = len(prompt_ids) - length
+        variant = copy.copy(self)
+        variant.ids = np.array([*prompt_ids, *self.ids[length:]], np.int32)
+        variant.spans = self.spans + shift
+        variant.row_starts = self.row_starts.copy()
+        variant.row_starts[0, 2] += shift
+        variant.row_starts[1:, 0] += shift
+        return variant
 
     @property
     def score(self):
@@ -348,8 +362,8 @@ class Sampler:
         for name, (_, request) in zip(names, jobs[::n]):
             earlier = self.engine.sampled.setdefault((name, request.temperature), request)
             if earlier is not request and earlier.ids == request.ids and request.temperature:
-                raise InputError(f"since the last weight sync {name!r} has named this prompt before, and with "
-                                 "the same seeds its completions would be the same: take another name")
+                raise InputError(f"since the last weight sync {name!r} has named this prompt before: its "
+                                 "seeds would give the same completions again, so take another name")
         if player.make and any(prompt.begun for prompt in prompts):
             raise InputError(f"{player.key} plays, and no prompt may have the beginning of an answer")
         # The Player is needed for an environment, tools or an agent, and if other requests are in flight.
@@ -392,7 +406,7 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # numbers that become the names of the requests of episodes
-        self.sampled = {}                   # {(name, temperature): a Request to these weights}
+        self.sampled = {}                   # {(name, temperature): a Request to the current weights}
         self.completing = {}                # {token: whether it may complete a stop string}
         self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
 

@@ -16,11 +16,15 @@ import torch
 
 def table(batch, rollouts):
     """Return the sets of a packing.MicroBatch of rollouts, int32 [C, largest set]. Smaller sets are filled up
-    with the sampled token itself. Raises ValueError if a sampled token is not in its set."""
+    with the sampled token itself. Raises ValueError if a rollout has sets for other tokens than it sampled,
+    or if a sampled token is not in its set."""
     ids = []
     sizes = []
-    for s, tokens, _ in batch.sequences:
+    for s, tokens, total in batch.sequences:
         r = rollouts[s]
+        if len(r.kept_sizes) != total:
+            raise ValueError(f"a rollout has {total} sampled tokens, and sets (kept_ids, kept_sizes) for "
+                             f"{len(r.kept_sizes)}: a copy with other spans needs sets of its own, by r.keep")
         first = r.kept_sizes[:tokens.start].sum()
         sizes.append(r.kept_sizes[tokens])
         ids.append(r.kept_ids[first:first + sizes[-1].sum()])

@@ -173,10 +173,8 @@ def right_answer(text):
     # sentence as its answer.
     answer = boxed_answer(text) or marked_answer(text)
     if not answer and re.match(SOLUTION, text):
-        answer = last_answer(text)
-        only = re.match(ONLY_NUMBER, re.split(STOP, text.strip())[-1].rpartition("\n")[2])
-        if not answer and only and len(text.split()) >= 8:
-            answer = only[1]
+        only = re.match(ONLY_NUMBER, text[-1000:].strip())
+        answer = last_answer(text) or only and only[1]
     return answer or text
 
 
@@ -366,10 +364,12 @@ NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?%?"
 DATE = f"{NUMBER}(?:(?:-{NUMBER})+|(?:/{NUMBER}){{2,}}|(?::{NUMBER})+)"
 JOINED = f"{DATE}(?:[,;]{DATE})*"
 # A row's answer is a worked solution if words stand beside each other in it and it has several lines or ends
-# with a full stop. Its last sentence may have only one number, apart from those such as 5th.
+# with a full stop. If it has eight words or more, its last sentence may have only one number, apart from
+# those such as 5th.
 SOLUTION = r"(?s)(?=.*[^\W\d_]{2},?\s+[^\W\d_]{2})(?=.*\n|.*[.!。]\s*$)"
-ONLY_NUMBER = (rf"(?:[^\d=\\]|\d+(?:st|nd|rd|th)\b)*?([-$€£]{{0,2}}{NUMBER}(?:/\d+)?)"
-               r"(?!\s*(?:\w+illion|thousand|hundred|dozen|st|nd|rd|th|\d))[^\d=\\]*$")
+ONLY_NUMBER = (rf"(?s)(?=(?:\S+\s+){{7}})(?:.*(?:\n|{STOP}))?(?:[^\d=\\\n]|\d+(?:st|nd|rd|th)\b)*?"
+               rf"([-$€£]{{0,2}}{NUMBER}(?:/\d+)?)(?!\s*(?:\w+illion|thousand|hundred|dozen|st|nd|rd|th|\d))"
+               r"[^\d=\\\n]*$")
 # 1,234.5 and 1 234.5 are numbers.
 THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 # A token is a digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or any other
@@ -608,7 +608,6 @@ def read(text):
     elif re.search(WORDS, bare):
         tree = ":", re.sub(BETWEEN_WORDS, "", bare).lower()
         values = {tree}
-        steps = set()
     elif tree is None:
         tree = " ".join(re.findall(TOKEN, text))
         if not re.search(r"[\\|]", tree):                       # in a formula A is not a

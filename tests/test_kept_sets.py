@@ -1,7 +1,9 @@
 """The tokens that each sampled token was drawn from: read from vLLM, in packed rows, and in logprobs and gradients."""
 import os
+import pickle
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -41,6 +43,36 @@ def test_a_token_outside_of_its_set_is_an_error():
     (batch,) = pack(rollouts, range(2), 60)
     with pytest.raises(ValueError, match="token 6 was sampled, and is not among the tokens that it was drawn from"):
         kept_sets.table(batch, rollouts)
+
+
+def test_sets_of_other_tokens_are_refused():
+    rollouts = [episode([1, 2], [3, 4, 5])]
+    keep(rollouts, [[[9, 3], [4], [5]]])
+    rollouts[0].spans = rollouts[0].spans - np.int32([[0, 1]])      # a copy with fewer tokens
+    (batch,) = pack(rollouts, range(1), 60)
+    with pytest.raises(ValueError, match=r"has 2 sampled tokens, and sets \(kept_ids, kept_sizes\) for 3: a copy with"):
+        kept_sets.table(batch, rollouts)
+
+
+@pytest.mark.parametrize("prompt", [[7], [5, 6, 7, 8, 9], [3] * 30])
+def test_behind_another_prompt_everything_else_stays(prompt):
+    """Rows, spans, prompts and sets, of rollouts with one row or several. The rollouts are left as they were."""
+    rows = random_rows(9, 200)
+    rollouts, sets = [rows_of_parts(*lists) for lists in rows], random_sets([sum(lists, []) for lists in rows], 200)
+    keep(rollouts, sets)
+    for s, (r, (first, *others)) in enumerate(zip(rollouts, rows)):
+        before = pickle.dumps(r)
+        variant = r.behind(prompt)
+        assert pickle.dumps(r) == before
+        expected = rows_of_parts([prompt, *first[1:]], *others)
+        for key in ("ids", "spans", "row_starts", "places"):
+            assert np.array_equal(getattr(variant, key), getattr(expected, key)), key
+            assert getattr(variant, key).dtype == getattr(r, key).dtype
+        for batch in pack([variant], [0], 60):
+            kept = kept_sets.table(batch, [variant])
+            numbers = {}
+            batch.put(torch.arange(1, len(kept) + 1), numbers)
+            assert all({*kept[c - 1].tolist()} == {*sets[s][t]} for t, c in enumerate(numbers[0].tolist()) if c)
 
 
 def test_a_list_of_logprobs_that_may_lack_tokens_is_an_error():

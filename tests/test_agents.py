@@ -192,8 +192,9 @@ def test_an_agent_that_branches_trains_all_its_rows(hf, folder, write):
             return float(same["content"] != first[-1]["content"])
     """)
     plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
-    Scorer(plays.settings, "cpu", torch.float32, plays)
+    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
     rollouts = plays.play(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
+    scorer(rollouts)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
     for r in rollouts:

@@ -684,7 +684,9 @@ def test_the_console_shows_what_reset_has_added_to_the_first_prompt(write):
     note = Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts)
     first, *rest = note.split("\n    ")
     assert first == "In an episode the model reads it as" and "Your hand:\n7 of hearts" in "\n".join(rest)
-    assert Scorer(settings, "cpu", torch.float32, player()).check_rewards(prompts) == ""
+    path = write("class Silent:\n    def reset(self, **row): return None\n"
+                 "    def step(self, text): return '', 1.0, True\n", "silent.py")
+    assert Scorer(settings, "cpu", torch.float32, player(f"{path}:Silent")).check_rewards(prompts) == ""
 
 
 def test_a_template_hears_of_no_tools_where_a_class_has_none(write):

@@ -204,7 +204,7 @@ class AgentSession:
         first = self.episode.conversation.first
         template = template_for(self.episode.player, tools_of(body))
         messages = for_template(body["messages"])
-        name = str(body.get("model"))
+        name = str(body.get("model") or "")
         earlier = self._earlier_row(messages, template.tools, name)
         if earlier:
             conversation = copy.copy(earlier.conversation)

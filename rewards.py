@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from configurator import InputError
-from tasks.check_answer import check_answer, extract_answer
+from tasks.check_answer import check_answer, content, extract_answer
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
                                logging_into, name_of, outcome, shown, source_of, specs)
 
@@ -34,11 +34,6 @@ from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted
 #     a dict      of named parts: the score is the part "score", or the sum if no part has that name
 #     a list      of pairs (character, score), for a process reward: the token that holds this character of
 #                 the completion gets the score, and the score of the completion is their sum
-
-
-def content(completion):
-    """Return the text of a completion: the string, or the content of the last message."""
-    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 # This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box. Spaces, the *

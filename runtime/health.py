@@ -9,7 +9,7 @@ import textwrap
 from collections import defaultdict, namedtuple
 from operator import itemgetter
 
-from rewards import content
+from tasks.check_answer import content
 
 WINDOW = 5                      # steps in a mean
 LEAST = 5                       # a rule is broken if so many means in a row are beyond its limit

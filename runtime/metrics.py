@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError
-from rewards import content
 from runtime import checkpoint, distributed, health
 from runtime.user_code import source_of, specs
-from tasks.check_answer import comparison, extract_answer
+from tasks.check_answer import comparison, content, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/

@@ -4,6 +4,7 @@ r"""Answers: which final answer a completion gives, and whether it is the right 
     read            gives the exact value of an answer, which is the same for all its spellings
     comparison      says whether an answer is the right one, if exact values decide that
     check_answer    says whether a completion's final answer is the right one
+    content         gives the text of a completion
 """
 import contextlib
 import functools
@@ -659,6 +660,11 @@ def comparison(answer, truth):
             UNREAD, mine.text + right.text):
         return False
     return None
+
+
+def content(completion):
+    """Return the text of a completion: the string, or the content of the last message."""
+    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 def check_answer(text, truth, algebra=False):

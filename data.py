@@ -23,6 +23,8 @@ import pickle
 import random
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -33,9 +35,9 @@ from runtime.chat_template import text_of_blocks
 from runtime.user_code import specs
 from tasks.generate_problems import generated_rows
 
-# Files of rows, also in capitals. Those that describe a saved data set hold none.
-FILE_KIND = re.compile(r"(?<!dataset_info)(?<!dataset_infos)(?<!dataset_dict)(?<!/state)(?<!^state)"
-                       r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz)?$", re.IGNORECASE)
+# The paths of files of rows, also in capitals. The files that come first describe a saved data set.
+FILE_KIND = re.compile(r"(?is)(?!(?:.*/)?(?:dataset_infos?|dataset_dict|state)\.json$)"
+                       r".*\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz)?$")
 # The names of splits in the paths of files
 SPLIT = re.compile("(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])")
 # Columns of a file that may hold the answer; the first of them that a row has is taken.
@@ -97,13 +99,12 @@ def gsm8k_rows(split):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with naming(f"gsm8k: {url} cannot be fetched to {path}"):
             torch.hub.download_url_to_file(url, path, sha256, progress=False)
+    prompt_format = '{question} Let\'s think step by step and output the final answer after "####".'
     packed = []
-    for name, row in file_rows(path, "question", "answer"):
-        question = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
+    for name, row in file_rows(path, "", "answer", prompt_format=prompt_format):
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         packed.append(pickle.dumps((name, {
-            "prompt": [{"role": "user", "content": question}], "answer": answer, "source": "gsm8k",
-            "solution": row["answer"]})))
+            "prompt": row["prompt"], "answer": answer, "source": "gsm8k", "solution": row["answer"]})))
     return Rows(packed)
 
 
@@ -112,14 +113,14 @@ class Rows:
     million rows of 1 KB take four times the memory, on every rank.
 
     packed: the pairs as bytes. columns: {column: None}; every row that is read has all of them, so that a
-    reward gets the same columns at every step. split_places: {split: the places of its rows} of a file that
-    is for both splits.
+    reward gets the same columns at every step. places: {whether rows are held out: their places} of a file
+    that is for both splits.
     """
 
-    def __init__(self, packed, columns={}, split_places={}):
+    def __init__(self, packed, columns={}, places={}):
         self.packed = packed
         self.columns = columns
-        self.split_places = split_places
+        self.places = places
 
     def take(self, places):
         """Return the Rows at these places."""
@@ -129,8 +130,6 @@ class Rows:
         return len(self.packed)
 
     def __getitem__(self, place):
-        if isinstance(place, slice):
-            return Rows(self.packed[place], self.columns)
         name, row = pickle.loads(self.packed[place])
         return name, self.columns | row
 
@@ -157,11 +156,12 @@ def split_rows(s, split):
     rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment), s.prompt_format)
     if s.eval_file:
         return rows
-    if not rows.split_places[split]:
+    places = rows.places[split == "eval"]
+    if not places:
         raise InputError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
                          f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows, "
                          "which may be those of the same file")
-    return rows.take(rows.split_places[split])
+    return rows.take(places)
 
 
 @functools.lru_cache(maxsize=1)
@@ -170,34 +170,37 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
     answer_columns = [answer_column] if answer_column else ANSWER_COLUMNS
     packed = []
     columns = {}
-    names = set()                                               # of the columns that prompt_format may name
-    split_places = {"train": [], "eval": []}
-    unanswered = []                                             # the places of rows without an answer
+    places = {True: [], False: []}                              # of the rows that are held out, and of others
+    unanswered = []                                             # the names of rows without an answer
+    format_columns = set()
     if prompt_format:
         prompt_column = "prompt"
-        # They are read once more before, because a row may lack a column that others have.
+        # All rows are read once more before, because a row may lack a column that others have.
         for _, row, _ in all_rows(paths):
-            names |= row.keys()
+            format_columns |= row.keys()
     for name, row, source in all_rows(paths):
         with naming(name):
             if prompt_format:
-                row = filled_in(prompt_format, names, row)
-            row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source)
+                row["prompt"] = filled_in(prompt_format, format_columns, row)
+            if "{system}" in prompt_format:
+                row["system"] = None                            # the prompt has it already
+            prompt = prompt_of(row, prompt_column, chat, prompt_optional)
+            answer = answer_of(row, answer_columns)
+            # The columns answer and source stay as they are if there is nothing for them.
+            row |= without_null({"prompt": prompt, "answer": answer, "source": source})
+            # A row without a prompt is told from others by all of it.
+            text = whole_text(prompt) or json.dumps(row, ensure_ascii=False, default=str)
+            places[held_out(text)].append(len(packed))
         if answer is None:
-            unanswered.append(len(packed))
-        # A row without a prompt is told from others by all of it.
-        text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
-        split_places["eval" if held_out(text) else "train"].append(len(packed))
+            unanswered.append(name)
         packed.append(pickle.dumps((name, row)))
         columns |= dict.fromkeys(row)
     if not packed:
         raise InputError(f"{paths}: no rows")
-    rows = Rows(packed, columns, split_places)
-    if unanswered and (answer_column or len(unanswered) < len(rows)):
-        name, row = rows[unanswered[0]]
-        raise InputError(f"{name}: no answer in {' or '.join(answer_columns)}; the columns are "
-                         f"{', '.join(row)}: --answer_column=...")
-    return rows
+    if unanswered and (answer_column or len(unanswered) < len(packed)):
+        raise InputError(f"{unanswered[0]}: no answer in {' or '.join(answer_columns)}; the columns are "
+                         f"{', '.join(columns)}: --answer_column=...")
+    return Rows(packed, columns, places)
 
 
 def held_out(text):
@@ -207,37 +210,52 @@ def held_out(text):
 
 
 def all_rows(paths):
-    # Yields the rows of the files as triples: a name, a dict, and the source that the setting names, or None.
-    for file, source in files_of(paths):
+    # Yields the rows of the files as triples: a name, a dict in which tools are schemas, and its source, or
+    # None if it has none.
+    for file, source_of_file in files_of(paths):
         for name, row in read_rows(file):
             with naming(name):
                 if isinstance(row, bytes):                      # a line of JSON
                     row = json.loads(row)
                 if not isinstance(row, dict):
                     raise InputError("not an object")
+                check_text_alone(row)
+                if "tools" in row:
+                    row["tools"] = tools_of(row["tools"])
+            source = source_of_file
+            for column in SOURCE_COLUMNS:
+                source = source or row.get(column)
+            if isinstance(source, list):
+                source = ", ".join(map(str, source))
             yield name, row, source
 
 
+def check_text_alone(row):
+    # Raises InputError for a row with anything that is no text, and that the model would have to see.
+    for column, value in row.items():
+        objects = [item for item in as_list(value) if isinstance(item, dict)]
+        # An image or a sound of a hub's data set has these two fields.
+        media = any(item.keys() == {"bytes", "path"} for item in objects)
+        if media or value and column in UNREAD_COLUMNS:
+            raise InputError(f"{column} holds something, but a run reads text alone, and "
+                             "chat_template_kwargs is a setting: leave out the row, or the column if the "
+                             "text does without it")
+
+
 def filled_in(prompt_format, columns, row):
-    # Returns a row whose prompt is prompt_format with values in the place of {column}. The values of a list
-    # stand in lines of their own.
+    # Returns prompt_format with a row's values in the place of {column}. The values of a list stand in lines
+    # of their own.
     def text_of(match):
         if match[1] not in columns:
             return match[0]
-        value = row.get(match[1])
-        if isinstance(value, list):
-            value = "\n".join(map(str, value))
-        if value in (None, ""):
-            return "\0"                                         # marks the place of nothing
-        return str(value)
+        values = as_list(row.get(match[1]))
+        # The \0 marks the place of nothing.
+        return "\n".join(str(value) for value in values if value is not None) or "\0"
 
     text = re.sub("{([^{}]+)}", text_of, prompt_format.replace("\\n", "\n"))
     # A line that has become empty is left out, with the empty lines before it.
     text = re.sub(r"(?m)\n*^[ \0]*\0 *$", "", text)
-    row = row | {"prompt": text.replace("\0", "").lstrip("\n")}
-    if "{system}" in prompt_format:
-        row["system"] = None                                    # the prompt has it already
-    return row
+    return text.replace("\0", "").lstrip("\n")
 
 
 @contextlib.contextmanager
@@ -251,40 +269,14 @@ def naming(name):
         raise InputError(f"{name}: {error if isinstance(error, ValueError) else repr(error)}") from error
 
 
-def standard_row(row, prompt_column, answer_columns, chat, prompt_optional, source):
-    # Returns a row with the columns prompt, answer and source; and its answer, or None. The columns answer
-    # and source stay as they are if nothing is found for them. source: that of all rows of the file, or None.
-    for column, value in row.items():
-        first = value[0] if isinstance(value, list) and value else value
-        # An image or a sound of a hub's data set has these two fields.
-        media = isinstance(first, dict) and first.keys() == {"bytes", "path"}
-        if value and column in UNREAD_COLUMNS or media:
-            raise InputError(f"{column} holds something, but a run reads text alone, and "
-                             "chat_template_kwargs is a setting: leave out the row, or the column if the "
-                             "text does without it")
-    prompt = prompt_of(row, prompt_column, chat, prompt_optional)
-    answer = answer_of(row, answer_columns)
-    for column in SOURCE_COLUMNS:
-        source = source or row.get(column)
-    if isinstance(source, list):
-        source = ", ".join(map(str, source))
-    if "tools" in row:
-        row = row | {"tools": tools_of(row["tools"])}
-    return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
-
-
 def tools_of(value):
     # Returns a row's tools as JSON schemas in OpenAI's form. value: a list of these or of functions alone, or
     # nothing. The list and its entries may be JSON texts.
-    if not isinstance(value, str):
-        value = json.dumps(value)
     tools = []
-    # Arrow gives each tool the parameters of all others, as null.
-    for tool in json.loads(value.strip() or "[]", object_hook=without_null) or ():
-        if isinstance(tool, str):
-            tool = json.loads(tool)
+    for tool in from_json(value) or ():
+        tool = without_nulls(from_json(tool))
         if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
-            raise InputError(f"tools must be a list of functions with names, not {value:.100}")
+            raise InputError(f"tools must be a list of functions with names, not {value!r:.100}")
         tools.append({"type": "function", "function": tool.get("function", tool)})
     return tools
 
@@ -301,17 +293,13 @@ def prompt_of(row, prompt_column, chat, optional):
                          "--prompt_column=...")
     if isinstance(prompt, str) and prompt_column and chat:
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):
-        prompt = [as_message(message) for message in prompt]
+    if not isinstance(prompt, str):
+        prompt = [as_message(message) for message in as_list(prompt)]
         if column != "prompt" and prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()                                        # the policy is to find it
         if row.get("system") and prompt and prompt[0]["role"] != "system":
             prompt.insert(0, as_message({"role": "system", "content": row["system"]}))
-    elif not isinstance(prompt, str):
-        raise InputError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
-    text = whole_text(prompt)
-    text.encode()                                               # raises for half a surrogate pair
-    if not text.strip():
+    if not whole_text(prompt).strip():
         raise InputError("empty prompt")
     return prompt
 
@@ -329,36 +317,27 @@ def as_message(message):
     are {} where there are none."""
     fields = {}
     if isinstance(message, dict):
-        fields = json.loads(json.dumps(message, default=date_as_text), object_hook=without_null)
+        fields = without_nulls(message)
     if "from" in fields:                                        # ShareGPT's form
         fields = {"role": fields.pop("from"), "content": fields.pop("value", "")} | fields
     if "reasoning" in fields:
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     role = str(fields.get("role")).lower()
-    calls = fields.pop("function_call", [])                     # OpenAI's older form has a single one
+    functions = fields.pop("function_call", [])                 # OpenAI's older form has a single one
     if role == "function_call":
-        calls = json.loads(fields.pop("content"))
-    if not isinstance(calls, list):
-        calls = [calls]
+        functions = from_json(fields.pop("content", ""))
+    calls = [{"type": "function", "function": function} for function in as_list(functions)]
+    calls += as_list(fields.get("tool_calls", []))
     if calls:
-        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    calls = fields.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise InputError(f"tool_calls must be a list, not {calls!r:.100}")
-    for call in calls:
+        fields["tool_calls"] = calls
         fields.setdefault("content", "")
+    for call in calls:
         function = isinstance(call, dict) and call.get("function", call)
         if not isinstance(function, dict):
             raise InputError(f"a call must be a JSON object, not {call!r:.100}")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments.strip() or "null")
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, dict):
-            raise InputError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
-        function["arguments"] = arguments
+        function["arguments"] = from_json(function.get("arguments")) or {}
+        if not isinstance(function["arguments"], dict):
+            raise InputError(f"the arguments of a call must be a JSON object, not {function!r:.100}")
     if isinstance(fields.get("content"), list):
         fields["content"] = text_of_blocks(fields["content"])
     fields["role"] = ROLE_OF.get(role, role)
@@ -368,6 +347,17 @@ def as_message(message):
     return fields
 
 
+def without_nulls(value):
+    # Returns a value of a row as JSON has it, without the null that Arrow writes into an object's every field
+    # that another object has.
+    return json.loads(json.dumps(value, default=date_as_text), object_hook=without_null)
+
+
+def without_null(fields):
+    # Returns the fields that are not None.
+    return {key: value for key, value in fields.items() if value is not None}
+
+
 def date_as_text(value):
     # Messages of a parquet file may hold dates, which JSON does not have. Bytes would not be what they say.
     if isinstance(value, bytes):
@@ -375,9 +365,19 @@ def date_as_text(value):
     return str(value)
 
 
-def without_null(fields):
-    # Returns the fields that are not None.
-    return {key: value for key, value in fields.items() if value is not None}
+def from_json(value):
+    # Returns what a JSON text says, where blank is null, and any other value as it is.
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value.strip() or "null")
+    return value
+
+
+def as_list(value):
+    # Returns a list as it is, and any other value in a list.
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def answer_of(row, columns):
@@ -390,19 +390,18 @@ def answer_of(row, columns):
         truth = messages_in(truths.get(column))
         if isinstance(truth, list) and truth and isinstance(truth[-1], dict):
             truth = as_message(truth[-1])["content"]            # what the last of the messages says
-        values = truth
-        if not isinstance(truth, list):
-            values = [truth]
-        elif bool in map(type, truth) and column != "reward_model.ground_truth":
-            raise InputError(f"{column} is a list of several right answers, and {truth!r:.100} has true or "
-                             'false in it: write a text, such as "false, true", if all of them are to be '
-                             "given; a column of another name goes to the reward as it is")
-        if values and all(map(is_answer, values)):
+        readable = is_answer(truth)
+        # A list holds several right answers. With true and false among them all would be right.
+        if isinstance(truth, list):
+            readable = truth and all(map(is_answer, truth)) and bool not in map(type, truth)
+        if readable:
             return truth
         # What verl's form holds may be anything that a reward understands; then it is no answer.
         if truth is not None and column != "reward_model.ground_truth":
-            raise InputError(f"{column} must be text or a finite number, not {truth!r:.100}; "
-                             "a list may hold several; a column of another name goes to the reward as it is")
+            raise InputError(f"{column} must be text or a finite number, not {truth!r:.100}; a list may hold "
+                             "several right ones, but neither true nor false: write a text, such as "
+                             '"false, true", if all of them are to be given; a column of another name goes '
+                             "to the reward as it is")
 
 
 def is_answer(value):
@@ -433,10 +432,10 @@ def files_of(setting):
             matches = glob.glob(f"{glob.escape(path)}/*")
         elif not os.path.isfile(path):
             matches = glob.glob(path, recursive=True)
-        files = sorted(filter(FILE_KIND.search, matches)) or [path]
+        files = sorted(filter(FILE_KIND.match, matches)) or [path]
         start = len(os.path.commonpath(files))
-        splits = [SPLIT.findall(file[start:].lower())[-1:] for file in files]
-        if len({*sum(splits, [])}) > 1:
+        splits = {tuple(SPLIT.findall(file[start:].lower())) for file in files}
+        if len(splits - {()}) > 1:
             raise InputError(f"{part}: files of different splits, and only some of them are to be read: "
                              f"{', '.join(files):.2000}")
         for file in files:
@@ -448,7 +447,7 @@ def read_rows(name):
     path = name
     if name.startswith("hf://datasets/"):
         path = hub_file(name)
-    kind = FILE_KIND.search(path)
+    kind = FILE_KIND.match(path)
     if not (kind and os.path.isfile(path)):
         raise InputError(f"{name}: no such file of .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .arrow, "
                          "nor a folder or a pattern of such files, which commas separate; SOURCE=PATH names "
@@ -476,9 +475,7 @@ def hub_file(name):
     # Returns the path of hf://datasets/OWNER/NAME/FILE in the hub's cache, to which the file is fetched.
     # Only the runs that have such a file import this.
     from huggingface_hub import HfApi, errors, hf_hub_download
-    folders = name.split("/")[3:]
-    dataset = "/".join(folders[:2])
-    file = "/".join(folders[2:])
+    dataset, file = re.match("hf://datasets/([^/]*/?[^/]*)/?(.*)", name).groups()
     with naming(name):
         with contextlib.suppress(errors.EntryNotFoundError):
             if file:
@@ -506,20 +503,21 @@ def arrow_rows(file, ending):
     else:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)
     for batch in batches:
-        for row in batch.to_pylist():
-            yield {field.name: as_written(row[field.name], field.type) for field in batch.schema}
+        rows = batch.to_pylist()
+        if "float" in str(batch.schema):                        # not in double, which needs no repair
+            rows = [as_written(row, batch.schema) for row in rows]
+        yield from rows
 
 
 def as_written(value, kind):
-    # Returns a value of Arrow's type `kind` as it was written. In float16 and float32 0.1 is to be 0.1, and
-    # not 0.10000000149.
-    if "float" in str(kind):                                    # as the name of a field as well
-        if isinstance(value, list):
-            return [as_written(item, kind.field(0).type) for item in value]
-        if isinstance(value, dict):
-            return {field.name: as_written(value[field.name], field.type) for field in kind}
-        if isinstance(value, float):
-            return float(str(kind.to_pandas_dtype()(value)))
+    # Returns a row of the schema `kind`, or a value of Arrow's type `kind`, as it was written. In float16 and
+    # float32 0.1 is to be 0.1, and not 0.10000000149.
+    if isinstance(value, dict):
+        return {field.name: as_written(value[field.name], field.type) for field in kind}
+    if isinstance(value, list):
+        return [as_written(item, kind.field(0).type) for item in value]
+    if isinstance(value, float):
+        return float(str(kind.to_pandas_dtype()(value)))
     return value
 
 
@@ -602,17 +600,13 @@ def say_once(message):
         print(message, file=sys.stderr)
 
 
+@dataclass
 class Prompts:
-    """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB.
-
-    rows: a sequence of pairs (name, row). s: a run's settings. tools: as in encode_rows.
-    """
-
-    def __init__(self, tokenizer, rows, s, tools=None):
-        self.tokenizer = tokenizer
-        self.rows = rows
-        self.s = s
-        self.tools = tools
+    """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB."""
+    tokenizer: object
+    rows: Sequence          # of pairs (name, row)
+    s: SimpleNamespace      # the run's settings
+    tools: list = None      # as in encode_rows
 
     def encoded(self, numbers):
         """Return a Prompt for each of the rows with these numbers."""

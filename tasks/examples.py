@@ -30,14 +30,15 @@ def load_examples(player, split):
     """
     s = player.settings
     prompts, encoded, _ = data.load_split(player.tokenizer, s, split, player.tools)
-    examples = []
     rows = prompts.rows
     if isinstance(rows, data.Rows):
         rows = data.Rows(rows.packed)                           # without the columns that only others have
+    longest = s.max_prompt_length + s.max_completion_length
+    examples = []
     for name, row in rows:
         with data.naming(name):
             turns = examples_of(row, player)
-        if max((len(r.ids) for r in turns), default=0) > s.max_prompt_length + s.max_completion_length:
+        if any(len(r.ids) > longest for r in turns):
             turns = []
         examples.append(turns)
     if not any(examples):
@@ -83,53 +84,62 @@ def examples_of(row, player):
     tokenizer = player.tokenizer
     prompt = row["prompt"]
     answer, whole = answer_of(row, s)
-    if not answer:
-        [encoded] = data.encode_rows(tokenizer, [("text", {"prompt": row[s.prompt_column]})])
-        ids = encoded.ids[1:] + player.eos_ids[:1]
-        return [Rollout.single(encoded.ids[:1], ids, [0.0] * len(ids), "stop")]
+    count = len(answer)                                         # of the messages from which turns are learned
     if whole:
-        if prompt[len(prompt) - len(answer) + 1:] != answer[:-1]:
+        if prompt[len(prompt) - count + 1:] != answer[:-1]:
             raise InputError(f"the prompt {prompt!r:.200} is not what comes before the last answer in the "
                              "row's messages: --prompt_column=messages takes it from there")
         answer = answer[-1:]
+    if not answer:                                              # a text alone
+        prompt = row[s.prompt_column]
+        row = row | {"prompt": prompt}
     if isinstance(prompt, str) or not s.chat or prompt[-1]["role"] == "assistant":
-        if not is_learned(answer[-1]):
+        if not all(map(is_learned, answer[-1:])):
             return []
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
         ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + player.eos_ids[:1]
-        return [Rollout.single(encoded.ids, ids, [0.0] * len(ids), "stop")]
-    prompt = player.messages(prompt)                            # with the system prompt
-    messages = [*prompt, *answer]
+        start = len(encoded.ids) if answer else 1
+        return [example(encoded.ids + ids, start)]
+    messages = [*player.messages(prompt), *answer]              # with the system prompt
     render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or player.tools, tokenize=False)
-    examples = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < len(prompt) and not whole or not is_learned(message):
-            continue
-        texts = [render(messages[:number], add_generation_prompt=True), render(messages[:number + 1])]
-        before, after = tokenizer(texts, add_special_tokens=False).input_ids
-        while after and after[-1] not in player.eos_ids:
-            after.pop()
-        turn = after[len(before):]
-        # The tokens may spell the content in another way, as where the tokenizer normalises.
-        written = texts[1][len(texts[0]):]
-        # A template leaves out what it does not know. A field is lost if the text is the same without it.
-        lost = []
-        for key in ("tool_calls", "reasoning_content", "thinking"):
-            others = {name: part for name, part in message.items() if name != key}
-            filled = str(message.get(key) or "").strip()
-            if filled and render([*messages[:number], others]) == texts[1]:
-                lost.append(key)
-        if lost or after != before + turn or message["content"].strip() not in written:
-            raise InputError("the chat template does not say which tokens are the assistant's: after "
-                             f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
-                             f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")
-        examples.append(Rollout.single(before, turn, [0.0] * len(turn), "stop"))
-    return examples
+    numbers = range(len(messages) - count, len(messages))
+    return [example_of_turn(messages[:number + 1], player, render) for number in numbers
+            if is_learned(messages[number])]
+
+
+def example_of_turn(messages, player, render):
+    # Returns the example that teaches the last of the messages. render: the chat template with its tools.
+    tokenizer = player.tokenizer
+    *others, message = messages
+    texts = [render(others, add_generation_prompt=True), render(messages)]
+    before, after = tokenizer(texts, add_special_tokens=False).input_ids
+    while after and after[-1] not in player.eos_ids:
+        after.pop()
+    # The tokens may spell the content in another way, as where the tokenizer normalises.
+    written = texts[1][len(texts[0]):]
+    right = after[:len(before)] == before and message["content"].strip() in written
+    # A template leaves out what it does not know. A field is lost if the text is the same without it.
+    for key in ("tool_calls", "reasoning_content", "thinking"):
+        shorter = dict(message)
+        field = shorter.pop(key, None)
+        if str(field or "").strip() and render([*others, shorter]) == texts[1]:
+            right = False
+    if not right:
+        raise InputError("the chat template does not say which tokens are the assistant's: after "
+                         f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
+                         f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")
+    return example(after, len(before))
+
+
+def example(ids, start):
+    # Returns a rollout of these tokens, of which those from the place `start` on are learned.
+    learned = ids[start:]
+    return Rollout.single(ids[:start], learned, [0.0] * len(learned), "stop")
 
 
 def is_learned(message):
-    # Returns whether none of MARKS says that the message is not learned.
-    return all(message.get(mark, 1) for mark in MARKS)
+    # Returns whether this is a turn of the assistant that none of MARKS takes out.
+    return message["role"] == "assistant" and all(message.get(mark, 1) for mark in MARKS)
 
 
 def answer_of(row, s):
@@ -137,7 +147,8 @@ def answer_of(row, s):
     conversation, in which the row teaches all that the assistant says. A row of nothing but a text has no
     messages: it is learned as it is. Raises InputError without an answer."""
     text = row.get(s.prompt_column)
-    columns = [s.prompt_column, "completion", "messages", "conversations"]
+    conversations = [s.prompt_column, "messages", "conversations"]
+    columns = ["completion", *conversations]
     if "completion" not in row:                                 # a mere answer is no substitute for it
         columns += [s.answer_column, "solution", "answer"]
     for column in columns:
@@ -147,9 +158,7 @@ def answer_of(row, s):
         # The messages of a column `prompt` are no conversation with an answer at its end.
         if isinstance(answer, list) and answer and column != "prompt":
             messages = [data.as_message(message) for message in answer]
-            whole = column in ("messages", "conversations", s.prompt_column)
-            if column == s.answer_column:
-                whole = messages[0]["role"] != "assistant"
+            whole = column in conversations or messages[0]["role"] != "assistant"
             if messages[-1]["role"] == "assistant":
                 return messages, whole
     if isinstance(text, str) and s.prompt_column in ("text", s.answer_column):

@@ -120,7 +120,7 @@ def test_gsm8k(tmp_path, monkeypatch):
     found = rewards.score_completions(reward, columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     path = write(tmp_path / ".cache/gsm8k/train.jsonl", GSM8K[0], {"error": "not found"})
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}:2: no column question; the columns are error"):
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:2: no answer in answer; the columns are question"):
         load("train")
 
 
@@ -216,7 +216,7 @@ CONTENT = "and a content, a string or a list of text blocks"
     ({"prompt": [{"role": "user", "content": []}]}, f"{NEEDS}, {CONTENT}"),
     ({"prompt": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}, "empty prompt"),
     ({"conversations": [{"from": "human", "value": "1?"}, {"from": "function_call", "value": "add(1)"}]},
-     "Expecting value"),
+     "a call must be a JSON object, not "),
     ({"prompt": [{"role": "user", "content": "1+1?"}], "system": {"text": "Add."}}, NEEDS),
     ({"prompt": "What is in <image>?", "images": ["a.png"]}, "images holds something, but a run reads text alone"),
     ({"prompt": "What is in it?", "image": {"path": "a.png"}}, "image holds something"),
@@ -225,11 +225,11 @@ CONTENT = "and a content, a string or a list of text blocks"
       for value in (media, [media], [media, media])),
     ({"prompt": "What is in it?", "videos": "a.mp4"}, "videos holds something"),
     *(({"prompt": "1+1?", "tools": tools}, "tools must be a list of functions with names, not ")
-      for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"])),
-    *(({"prompt": "1+1?", "tools": tools}, "Expecting value") for tools in ("add", ["add"], {"name": "add"})),
+      for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"], "add", ["add"],
+                    {"name": "add"})),
     ({"prompt": "1+1?", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs holds something"),
-    ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
-    ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
+    ({"prompt": 5}, f"{NEEDS}, {CONTENT}: 5"),
+    ({"prompt": {"role": "user"}}, f"{NEEDS}, {CONTENT}: {{'role'"),
     ({"prompt": "1+1?"}, "no answer in answer or ground_truth or"),
     (r'{"prompt": "1+1? \ud83d"}', "'utf-8' codec can't encode character '\\ud83d'"),
     (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "'utf-8' codec can't encode"),
@@ -241,8 +241,9 @@ CONTENT = "and a content, a string or a list of text blocks"
     ({"prompt": "1+1?", "answer": []}, "answer must be text or a finite number, not []"),
     ({"prompt": "1+1?", "answer": ["2", " "]}, "answer must be text or a finite number, not ['2', ' ']"),
     ({"prompt": "1+1?", "answer": [["2"]]}, "answer must be text or a finite number, not [['2']]"),
-    ({"prompt": "1+1?", "answer": [False, True]}, "answer is a list of several right answers, and [False, True] has true"),
-    ({"prompt": "1+1?", "solution": ["yes", True]}, "solution is a list of several right answers, and ['yes', True] has"),
+    ({"prompt": "1+1?", "answer": [False, True]}, "answer must be text or a finite number, not [False, True]; a list may "
+                                                  "hold several right ones, but neither true nor false"),
+    ({"prompt": "1+1?", "solution": ["yes", True]}, "solution must be text or a finite number, not ['yes', True]; a list"),
     ({"prompt": "1+1?", "answer": None, "solution": ""}, "solution must be text or a finite number, not ''"),
 ])
 def test_file_errors_name_the_line(tmp_path, row, message):

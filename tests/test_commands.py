@@ -57,7 +57,7 @@ REASONS = {
     r"bench[./]|tiny\.pretrain": "it takes ten seconds to hours, and measures or makes what the repository has",
     r"--engine=vllm|--max_staleness=4|--dtype|--eval_interval=2|--max_steps=8|--prompts_per_step=16|--lora_rank=R":
         "it is a measurement, of settings that other tests play",
-    "--rise_above|=spo|recipes/": "it is of a recipe, which test_docs.py applies and runs, or test_recipes.py",
+    "--rise_above|=spo|recipes/|train_muon": "it is of a recipe, which test_docs.py applies and runs, or test_recipes.py",
     r"--nproc_per_node=\d$|--shutdown_timeout=300$": "it is a part of a command"}
 # A page's name for something, and what stands for it here
 STANDS_FOR = {"out/smollm2": "tiny", "out/warm/checkpoint-60": "out/warm/checkpoint-1", " ...": "",

@@ -433,7 +433,8 @@ class Scorer:
         return load_reward(spec, s.task), None
 
     def check_rewards(self, prompts):
-        """Score what Player.trial_episodes plays, so that what is broken shows before training.
+        """Score what Player.trial_episodes plays, so that what is broken shows before training. Return the
+        first prompt as an episode shows it to the model, for the console, or "" if it is as in the data.
 
         prompts: one or two data.Prompts. Raises InputError if the environment, the chat template, a reward or
         the reward model cannot be used.
@@ -459,6 +460,11 @@ class Scorer:
         if strange and not self.episode_rewards:
             raise InputError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "
                              f"{', '.join(sorted(names))}")
+        ids = trial[0].prompt_ids.tolist()
+        if ids == prompts[0].ids:
+            return ""
+        text = self.player.tokenizer.decode(ids)[-1000:]
+        return "\n    ".join(["In an episode the model reads it as", *text.split("\n")])
 
     def __call__(self, rollouts):
         if rollouts and not self.only_accuracy:                 # _score needs at least one rollout

@@ -134,7 +134,9 @@ if not bridge.trains:
         scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
         # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
         first_prompts, _ = train_set.draw(0, 1, seed)
-        scorer.check_rewards(first_prompts + eval_set[:1])
+        episode_note = scorer.check_rewards(first_prompts + eval_set[:1])
+        if rank == 0 and episode_note:
+            print(episode_note)
         rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest,
                                              folders.eos_ids, apart=True)
     # With lora_rank the engine still has the initial model, version 0, and takes the newest one first.

@@ -102,7 +102,7 @@ with input_errors():                                            # an InputError 
     # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
     run.check_data(folders, train_set, eval_set, data_note)
     first_prompts, _ = train_set.draw(0, 1, seed)
-    scorer.check_rewards(first_prompts + eval_set[:1])
+    run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))        # a text for the console
 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
@@ -264,8 +264,8 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # vLLM, which slept during the update, wakes
-        rollout_engine.update_weights(policy, step + 1)         # step + 1 is the version of these weights
+    with log.timed("sync"):                                     # step + 1 is the version of these weights
+        rollout_engine.update_weights(policy, step + 1)         # wakes vLLM, which slept during the update
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

@@ -39,7 +39,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from configurator import InputError
+from configurator import InputError, is_of_library
 
 # How a file system says that it cannot sync a folder, or change a mode
 UNSUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF
@@ -246,13 +246,19 @@ def load_optimizer(folder, model, optimizer):
     parameters = dict(model.named_parameters())
     try:
         files = [safe_open(path, "pt") for path in sorted(Path(folder, "trainer").glob("optimizer-*"))]
+        if not files:
+            raise InputError("it was not saved")
         about = files[0].metadata()                             # None of earlier commits
         if about and about["optimizer"] != type(optimizer).__name__:
             raise InputError(f"{about['optimizer']} has written it: use that, or begin with --model={folder}")
         for entry in files[0].keys():
             name, _, key = entry.rpartition(".")
+            if name not in parameters:
+                raise InputError(f"the model has no {name}")
             optimizer.state[parameters[name]][key] = read_rows(files, entry, parameters[name])
     except Exception as error:
+        if not is_of_library(error):
+            raise
         raise InputError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     restored = optimizer.state
     optimizer.load_state_dict(optimizer.state_dict())           # each value on the device that it needs

@@ -88,7 +88,7 @@ def read_state(resumed, state, settings, script):
     check(not unknown, f"{resumed} holds {', '.join(unknown)}, which {os.path.basename(script)} would lose: "
                        "resume it with the script that wrote it, or name what it holds in Run(...)")
     keys = SAME
-    if arrays or not loaded["position"]:
+    if arrays or not loaded.get("position"):
         keys += BATCH
     for key in keys:
         value = getattr(settings, key, "")

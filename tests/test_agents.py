@@ -192,8 +192,9 @@ def test_an_agent_that_branches_trains_all_its_rows(hf, folder, write):
             return float(same["content"] != first[-1]["content"])
     """)
     plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
-    Scorer(plays.settings, "cpu", torch.float32, plays)
+    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
     rollouts = plays.play(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
+    scorer(rollouts)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
     for r in rollouts:
@@ -442,7 +443,7 @@ IMPATIENT = """
 def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, workers):
     """Its request ends when the client leaves, and the retry has another seed and is all that is trained."""
     plays, step, aborted = player(write(IMPATIENT), eos_ids=ENDS, call_workers=workers), engine.step, []
-    Scorer(plays.settings, "cpu", torch.float32, plays)
+    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
     leave = plays.make.__globals__["leave"]
 
     def late_step():
@@ -460,6 +461,7 @@ def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, wo
     monkeypatch.setattr(engine, "abort", lambda names, abort=engine.abort: aborted.extend(names) or abort(names))
     before = next(engine.numbers) + 1
     rollouts = plays.play(engine, jobs(prompts_for([{}]), 8, [5], 60, 1.0))
+    scorer(rollouts)
     for r in rollouts:
         assert len(r.spans) == r.counts["requests"] == r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
         assert zlib.crc32(r.completion[0]["content"].encode()) == r.parts["solve"] and r.finish_reason != "error"

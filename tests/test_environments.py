@@ -675,6 +675,20 @@ def test_a_reward_that_takes_environments_needs_one(moves):
         Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts_for([{}]))
 
 
+def test_the_console_shows_what_reset_has_added_to_the_first_prompt(write):
+    path = write("class Game:\n    def reset(self, **row): return ' Your hand:\\n7 of hearts'\n"
+                 "    def step(self, text): return '', 1.0, True\n")
+    plays = player(f"{path}:Game")
+    settings = SimpleNamespace(**vars(plays.settings) | {"token_budget": 100})
+    prompts = prompts_for([{}])
+    note = Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts)
+    first, *rest = note.split("\n    ")
+    assert first == "In an episode the model reads it as" and "Your hand:\n7 of hearts" in "\n".join(rest)
+    path = write("class Silent:\n    def reset(self, **row): return None\n"
+                 "    def step(self, text): return '', 1.0, True\n", "silent.py")
+    assert Scorer(settings, "cpu", torch.float32, player(f"{path}:Silent")).check_rewards(prompts) == ""
+
+
 def test_a_template_hears_of_no_tools_where_a_class_has_none(write):
     """Llama 3.1's asks in this way, and speaks of tools in the system prompt where the list is there but empty."""
     path = write('''

@@ -62,7 +62,8 @@ def sampled_for(run, step):
     arrays = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32, "row_starts": np.int32}
     return [Rollout(**{key: np.array(value, arrays[key]) if key in arrays else value
                        for key, value in row.items() if key in fields}
-                    | {"versions": tuple(map(tuple, row["versions"]))}) for row in kept_rollouts(run, step)]
+                    | {"versions": tuple(map(tuple, row["versions"])), "rewards": dict(row["rewards"])})
+            for row in kept_rollouts(run, step)]
 
 
 def figures(metrics):

@@ -100,7 +100,8 @@ def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None
     """Each turn has three tokens, and four stand between two of them."""
     spans = np.array([[2 + 7 * turn, 5 + 7 * turn] for turn in range(turns)], np.int32)
     r = Rollout(np.zeros(spans[-1, 1], np.int32), spans, np.zeros(3 * turns, np.float32), finish_reason,
-                np.array([[0, 0, 2]], np.int32), {"prompt": "?"}, [], 1.0)
+                np.array([[0, 0, 2]], np.int32), {"prompt": "?"}, [])
+    r.score = 1.0
     r.counts = {"calls": calls, "failures": failures, "seconds": seconds}
     r.counts |= {"problem": problem} if problem else {}
     return r

@@ -450,7 +450,7 @@ def test_an_error_is_the_last_that_a_run_says(folder, tmp_path):
                                      "    return [1 / (len(calls) < 3)] * len(completions)\n")
     output = launch(*command("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/bad.py:score"),
                     code=1)
-    assert "ValueError: reward score raised ZeroDivisionError" in output.splitlines()[-1]
+    assert "InputError: reward score raised ZeroDivisionError" in output.splitlines()[-1]
 
 
 REWARDS = """

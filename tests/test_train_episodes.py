@@ -278,7 +278,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
     (r"raise ValueError('deaf\nand mute')",
      r"RuntimeError: nothing was scored; environment=GAME, in turn 2: raised ValueError: deaf\nand mute"),
     ("return '', math.nan, False",
-     "ValueError: environment=GAME, in turn 2: nan is not a finite number in float32")])
+     "configurator.InputError: environment=GAME, in turn 2: nan is not a finite number in float32")])
 def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games, tmp_path, body, message):
     game = broken_game(tmp_path, games, f"""
         if self.number >= 22:

@@ -94,10 +94,11 @@ def reading(what):
 
 
 def is_of_library(error):
-    """Return whether a library or the system has raised an error, and not a line of this repository."""
+    """Return whether a library or the system has raised an error, and not a line of ours or of the user's."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     file = frames[-1].f_code.co_filename
-    in_library = not file.startswith(os.path.dirname(__file__)) or "site-packages" in file
+    # A template for chats is compiled as <template>.
+    in_library = re.match(f"<|{re.escape(os.path.dirname(os.__file__))}|.*(site|dist)-packages", file)
     # Compiled code, such as safetensors, has no frame.
     return in_library or isinstance(error, (OSError, UnicodeError)) or type(error).__module__ != "builtins"
 

@@ -164,7 +164,7 @@ def save_optimizer(folder, model, optimizer):
     kind = type(optimizer).__name__
     for name, parameter in model.named_parameters():
         for key, x in optimizer.state.get(parameter, {}).items():
-            rows = x.to_local() if isinstance(x, DTensor) else x
+            rows = x.to_local() if isinstance(x, DTensor) else torch.as_tensor(x)
             if rows.shape not in ((), parameter.to_local().shape):
                 raise InputError(f"{kind} keeps {key} of {name} neither as a number nor in its shape, and "
                                  "could not go on with it. run.begin(policy, None, ...) saves no optimizer")

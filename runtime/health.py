@@ -9,6 +9,8 @@ import textwrap
 from collections import defaultdict, namedtuple
 from operator import itemgetter
 
+from rewards import content
+
 WINDOW = 5                      # steps in a mean
 LEAST = 5                       # a rule is broken if so many means in a row are beyond its limit
 FIRST_STEPS = 3                 # after these a run says whether all its scores are the same
@@ -161,9 +163,7 @@ def same_scores(rollouts):
         if len({r.score for r in group}) > 1 or 10 * len(group) < len(scored):
             continue
         first = group[0]
-        ending = first.completion
-        if not isinstance(ending, str):
-            ending = str(ending[-1]["content"])
+        ending = content(first.completion)
         of_source = f" of the source {source}" if source else ""
         text = (f"All {len(group)} scores{of_source} in the first {FIRST_STEPS} steps are {first.score:g}, "
                 "so they teach nothing. Does the reward read what the model writes? The first completion, "

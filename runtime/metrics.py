@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError
+from rewards import content
 from runtime import checkpoint, distributed, health
 from runtime.user_code import source_of, specs
 from tasks.check_answer import comparison, extract_answer
@@ -110,12 +111,7 @@ def majority(rollouts):
     Each answer gets a vote from every answer that it would agree with if that were the truth. So 1/2 gets a
     vote from 0.5, and B from "B) 12". A completion without an answer has no vote.
     """
-    answers = []
-    for r in rollouts:
-        text = r.completion
-        if not isinstance(text, str):
-            text = plain_text(text[-1:])
-        answers.append(extract_answer(text) or "")
+    answers = [extract_answer(content(r.completion)) or "" for r in rollouts]
     votes = []
     for answer in answers:
         # Where comparison returns None, only algebra could tell.

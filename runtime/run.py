@@ -244,15 +244,17 @@ class Run:
 
     def _signalled(self, number, frame):
         """Note the first signal, for stop_if_signalled. A Ctrl-C that comes more than a second later ends the
-        process: a launcher may pass on at once what the process has received itself."""
+        process: a launcher may pass on at once what the process has received itself. So does any signal after
+        `end`, when there is nothing left to save."""
         now = time.monotonic()
-        if self.signalled_at is None:
+        over = distributed.ending.script and not distributed.ending.left
+        if self.signalled_at is None and not over:
             self.signalled_at = now
             self.engine.signalled = True
             self.log.say("The run saves and stops: soon if it samples, otherwise when this step is finished. "
                          "Ctrl-C again ends it at once.")
-        elif number == signal.SIGINT and now - self.signalled_at > 1:
-            os._exit(130)
+        elif over or number == signal.SIGINT and now - self.signalled_at > 1:
+            os._exit(128 + number)
 
     def stop_if_signalled(self, save=None):
         """If a signal has come on any rank, save the state with which the step began, and end the run.

@@ -248,7 +248,7 @@ def lower(match):
 
 def choices(match):
     # Returns (B), or B and C, as b, or b, c.
-    return ", ".join(re.findall(r"[A-J\d]", match[1])).lower()
+    return ", ".join(re.findall(r"[A-J\d]", match[2])).lower()
 
 
 def improper(match):
@@ -300,8 +300,9 @@ CLEANING = {
     r"((?:[\d}]|\\pi)\s*)\\(?:text|mathrm)\s*\{\s*([JNWVKCFTHA])\s*\}": r"\1 \2\2",
     # \text{cm} is cm, and \mathbf{x} is x.
     r"\\(?:text\w*|math[a-z]{2}|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}": r" \1 ",
-    # An answer may be choices or statements: B, (B), BC, B and C, (1)(3).
-    r"^\W*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:*`\"{}]|and)*)+|"
+    # An answer may be choices or statements: B, (B), BC, B and C, (1)(3). CAFE and B A B are neither.
+    r"^(?!.*([A-J]).*\1)(?=[^A-J]*+(?:[A-J]{2}|A?B?C?D?E?F?G?H?I?J?)(?![A-J]))"
+    r"\W*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:*`\"{}]|and)*)+|"
     r"(?:\(\d\)(?:[\s,;]|and)*){2,})$": choices,
     # 3:07pm and 3 p.m. are times.
     r"(?i)(?:(?<=:\d\d)\s*am|(?<=\d)\s*a\.\s?m\.?)\W*$": " am",
@@ -377,8 +378,9 @@ THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
          r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
 # A text with words is no formula: its letters are no factors. Such a text has
-#     only letters, and three small ones in a row or one of e, i, o and u beside another: Bob, b a c, no;
-#     or a word of three letters or more beside another word or letter: Bob has 3 dogs;
+#     only letters, and three small ones in a row, one of e, i, o and u beside another, or three capitals with
+#     blanks between them: Bob, b a c, no, U U D;
+#     or a word of three letters or more beside another word or letter, or before a number: Bob has 3 dogs;
 #     or such a word as a member of a list, unless that is a set in braces: yes, 5;
 #     or a letter of no Latin or Greek alphabet beside another letter;
 #     or a number behind a chemical element: H2O.
@@ -386,13 +388,16 @@ TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
 LETTER = r"[^\W\d_]"
 NO_SIGN = r"[^\d\\|+*/^=<>_{]"
 FOREIGN = r"[^\W\d_a-zA-ZͰ-Ͽ]"
-WORDS = (rf"^(?=.*(?:[a-z]\s*[a-z]\s*[a-z]|[eiou][a-z]|[a-z][eiou]))(?:(?!-){NO_SIGN})*$|"
+WORDS = (rf"^(?=.*(?:[a-z]\s*[a-z]\s*[a-z]|[eiou][a-z]|[a-z][eiou]|[A-Z]\s[A-Z]\s[A-Z]))"
+         rf"(?:(?!-){NO_SIGN})*$|"
          rf"^(?=.*{LETTER}{{4}}){NO_SIGN}*$|"
-         rf"(?<![\\\w])(?:{LETTER}{{3,}}\s+{LETTER}|{LETTER}+\s+{LETTER}{{3,}})|"
+         rf"(?<![\\\w])(?:{LETTER}{{3,}}\s+(?:{LETTER}|\d)|{LETTER}+\s+{LETTER}{{3,}})|"
          r"^(?!.*\{)(?:(?:.*[,;])?\s*[a-z]{3,}\s*[,;]|.*[,;]\s*[a-z]{3,}\s*$)|"
          rf"{FOREIGN}\s*{LETTER}|{LETTER}\s*{FOREIGN}|(?<![\\\w])[A-Z][a-z]?\d")
-# Between words a hyphen and other punctuation do not count, nor do blanks, except between digits.
-BETWEEN_WORDS = rf"(?<={LETTER})\s*[-.,;:!?'’\"]+\s*(?={LETTER}|$)|(?<![\d\s])\s+|\s+(?![\d\s])"
+# Between words a hyphen and other punctuation do not count, nor do blanks, except between digits; nor does a
+# comma after a number, as in May 5, 2024.
+BETWEEN_WORDS = (rf"(?<={LETTER})\s*[-.,;:!?'’\"]+\s*(?={LETTER}|$)|(?<![\d\s])(?<!\d,)\s+|"
+                 r"\s+(?![\d\s])|(?<=\d),(?=\s)")
 # A letter, a word, or a command that stands for a value. Any other command, and |, says something about its
 # neighbours, so a formula with it is compared as a text: \overrightarrow{AB} is not \overrightarrow{BA}.
 SYMBOL = r"""(?ix) [^\W\d_] | \\(?: (?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|
@@ -675,8 +680,8 @@ def check_answer(text, truth, algebra=False):
         # The package looks for an answer in the last lines.
         tail = "\n".join(text.splitlines()[-10:])[-2000:]
         answers += [part for part in parsed(tail) if isinstance(part, str)]
-    for known in alternatives(truth):
-        known = right_answer(known)
+    texts = [*alternatives(truth)]
+    for known in [*texts, *map(right_answer, texts)]:
         for answer in answers:
             same = comparison(answer, known)
             if same or same is None and algebra and by_algebra(answer, known):

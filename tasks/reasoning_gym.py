@@ -19,6 +19,7 @@ import zlib
 from importlib.util import find_spec
 
 from configurator import InputError
+from rewards import content
 from tasks.check_answer import check_answer, extract_answer
 
 # reasoning_gym imports these packages for a few generators each. They bring plotting or need a compiler.
@@ -156,11 +157,9 @@ def gym_score(prompts, completions, question, answer, metadata, **columns):
     The final answer stands in <answer>. Without that it is what extract_answer finds, or the whole text.
     """
     scores = []
-    for text, asked, truth, details in zip(completions, question, answer, metadata):
-        if not isinstance(text, str):
-            text = text[-1]["content"]
+    for completion, asked, truth, details in zip(completions, question, answer, metadata):
         entry = {"question": asked, "answer": truth, "metadata": details}
-        scores.append(max(score(reading, entry) for reading in readings(text, truth)))
+        scores.append(max(score(reading, entry) for reading in readings(content(completion), truth)))
     return scores
 
 

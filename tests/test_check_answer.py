@@ -317,7 +317,8 @@ REORDERED = [
     ("distance / time", r"\frac{distance}{time}"), ("5 m s", "5 m s"), ("NaCl", "NaCl"), ("H_2O", "H_{2}O"), ("abc", "a b c"),
     ("Alice gave Bob", "alice gave  Bob."), ("red, green", "Red, green"), ("ice cream", "Ice-cream"), ("twenty-one", "twenty one"), ("St. Louis", "St Louis"),
     ("Washington, D.C.", "Washington D.C."), ("don't know", "Don't know!"), ("кот", "Кот"), ("élève", "Élève"), ("左右", "左 右"), ("m<3且m≠2", "m<3 且 m≠2"),
-    ("Bob has 3 apples and Alice has 2", "bob has 3 apples, and Alice has 2"), (r"\text{New York}", "new york")]
+    ("Bob has 3 apples and Alice has 2", "bob has 3 apples, and Alice has 2"), (r"\text{New York}", "new york"),
+    ("FACE", "face"), ("Bad", "BAD"), ("BC", "CB"), ("May 5, 2024", "may 5 2024"), ("Chapter 3, Verse 16", "chapter 3 verse 16")]
 # Words and letters in another order are another text, also for the package for algebra.
 PERMUTED = [
     ("Alice gave Bob", "Bob gave Alice"), ("act", "cat"), ("abc", "cba"), ("dog", "god"), ("no", "on"), ("us", "su"), ("He", "eh"), ("Tom", "mot"), ("a b c", "c b a"),
@@ -327,7 +328,8 @@ PERMUTED = [
     ("the 2 of hearts", "the hearts of 2"), ("4 of hearts", "hearts of 4"), ("North Dakota", "Dakota North"), ("listen", "silent"), ("New York", "Newark York"),
     ("кот", "ток"), ("左右", "右左"), ("甲乙丙", "丙乙甲"), ("élève", "véèle"), ("NaCl", "ClNa"), ("HCN", "CNH"), ("CO", "OC"), ("H2O", "HO2"), ("x before y", "y before x"),
     ("he is 5 and she is 3", "she is 5 and he is 3"), ("odd and even", "even and odd"), ("sun, moon", "nus, moon"), ("2ab", "2ac"), ("ab", "a+b"),
-    ("5 m s", "5 s"), ("2 pi r", "2 pi"), ("kT", "k"), ("GMm", "GMM")]
+    ("5 m s", "5 s"), ("2 pi r", "2 pi"), ("kT", "k"), ("GMm", "GMM"),
+    ("FACE", "CAFE"), ("DAB", "BAD"), ("ABBA", "BABA"), ("AAB", "ABA"), ("B A B", "B B A"), ("U U D", "U D U"), ("X O X", "O X X"), ("May 5, 2024", "May 2024, 5"), ("May 5, 2024", "May 52024")]
 
 
 @pytest.mark.parametrize("given, truth", REORDERED)
@@ -437,6 +439,7 @@ TRUTHS = [
     ("We count.\n\nTherefore, the probability is $\\frac{3}{4}$.", [r"\frac34"], ["4", "3"]), ("Half of 48 is 24.\n#### 5", ["5"], ["24"]),
     ("So there are 25% of the students who like tea in this class of pupils.", ["25%"], []),
     ("We need both.\n\nTherefore, the two numbers are 12 and 16.", [], ["16", "12"]), ("The town has grown, so that it has 5 thousand people now.", [], ["5"]),
+    ("The Battle of Hastings took place in the year 1066.", ["1066", "The Battle of Hastings took place in the year 1066"], ["1067"]),
     ("Article 5 of the treaty.", ["Article 5 of the treaty"], ["5"]), ("Apollo 11.", ["Apollo 11"], ["11"]), ("x = 1, y = 2.", ["x=1, y=2"], ["2"]),
     ("\\begin{pmatrix} 1 & 2 \\\\\n 3 & 4 \\end{pmatrix}", [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"], ["4"]),
     ("apple\nbanana\ncherry", ["apple banana cherry"], ["cherry"]), ("No real solutions.", ["no real solutions"], []),

@@ -101,6 +101,17 @@ def test_what_an_optimizer_keeps_has_the_same_dtype_after_a_resume(saved, model)
         assert torch.equal(value.full_tensor(), state["momentum_buffer"].full_tensor()) and value.full_tensor().any()
 
 
+def test_a_number_that_is_no_tensor_is_kept(saved, model):
+    """Optimizers of other packages count their steps in one."""
+    folder, optimizer = saved
+    for state in optimizer.state.values():
+        state["step"] = 3
+    checkpoint.save_optimizer(f"{folder}/trainer", model, optimizer)
+    again = torch.optim.AdamW(model.parameters(), 0.1)
+    checkpoint.load_optimizer(folder, model, again)
+    assert [state["step"] for state in again.state.values()] == [3, 3]
+
+
 @pytest.mark.parametrize("kept", [torch.ones(4), torch.ones(4, 1), torch.ones(1)])
 def test_what_could_not_be_resumed_is_not_saved(saved, model, kept):
     folder, optimizer = saved

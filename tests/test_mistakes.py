@@ -11,6 +11,7 @@ import attention
 from configurator import InputError, input_errors, reading
 from model import load_policy
 from runs import forked, with_defaults
+from runtime.user_code import load_from
 from test_changes import changed, small
 from test_train_episodes import SMALL, TOOLS
 
@@ -75,6 +76,13 @@ def test_a_mistake_of_ours_over_a_file_keeps_its_traceback():
         with pytest.raises(Exception) as raised, reading("the file"):
             mistake()
         assert not isinstance(raised.value, InputError)
+
+
+def test_a_mistake_in_a_model_class_of_the_users_keeps_its_traceback(tmp_path):
+    (tmp_path / "my_model.py").write_text("class Model:\n    def __init__(self, config):\n        self.width = config.width\n")
+    Model = load_from(f"{tmp_path}/my_model.py:Model", "model", "class")
+    with pytest.raises(AttributeError, match="width"), reading("model=mine: its weights"):
+        Model(None)
 
 
 def test_a_mistake_in_attention_keeps_its_traceback_and_names_the_model(folder, monkeypatch, mesh):

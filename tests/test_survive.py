@@ -553,6 +553,14 @@ def test_a_script_goes_on_after_run_end(folder, reward_file, tmp_path):
         assert (tmp_path / f"run/ranks-{rank}").read_text() == "[0, 1]"
 
 
+def test_a_signal_after_run_end_ends_the_process(folder, reward_file, tmp_path):
+    script = tmp_path / "train_mine.py"
+    script.write_text(open(f"{ROOT}/train_sft.py").read() + "\nimport os, time\nos.kill(os.getpid(), 15)\ntime.sleep(99)\n")
+    arguments = command(str(script), folder, tmp_path / "run", "--reward=none", max_steps=1)
+    arguments.remove("--num_generations=4")
+    assert "The run saves and stops" not in launch(*arguments, code=143, env={"PYTHONPATH": ROOT})
+
+
 @pytest.mark.parametrize("last, code", [
     ("kept.close()", 0), ("raise SystemExit(4)", 4), ("sys.exit('no')", 1), ("1 / 0", 1), ("sys.exit()", 0),
     ("with kept:\n    exit(5)", 5), ("try:\n    sys.exit(6)\nexcept SystemExit:\n    pass", 0)])

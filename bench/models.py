@@ -150,7 +150,7 @@ refuses `phi` and `olmo`, but only in the shapes of this script.
 - A prompt and its completion together may have as many tokens as `max_position_embeddings` in `config.json` says. If a
   model reads more with YaRN, raise this number in the file.
 - TRL adds a router's load-balancing loss to that of the policy by default. Here nothing balances the experts, unless you
-  apply [a diff](recipes.md#balance-the-experts-of-a-mixture).
+  apply [a recipe](recipes.md#balance-the-experts-of-a-mixture).
 - These are always refused: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`),
   folders of adapters ([merge them](lora.md) first), and weights whose logprobs are NaN. A config with dropout is
   accepted, but the dropout does not act, because the engine has none either.

@@ -1,12 +1,12 @@
 """
-The newer losses, and diffs of docs/recipes.md, against the functions of TRL 1.16, verl 0.9 and prime-rl that
+The newer losses, and some of recipes/, against the functions of TRL 1.16, verl 0.9 and prime-rl that
 compute the same: losses, and gradients with respect to the logits, in float64 on random numbers.
 
     out/trl/bin/python -m bench.peers           # bench/against_trl.py says how to make such an environment
     out/trl/bin/python -m bench.peers --verl=core_algos.py --prime_rl=loss.py
 
-Here the loop of train_grpo.py itself runs, from the advantages to the backward pass, with a diff applied if
-there is one. Its model is a table of logits, and an update has two micro-batches. TRL's functions are called
+Here the loop of train_grpo.py itself runs, from the advantages to the backward pass, or the copy that a
+recipe makes of it. Its model is a table of logits, and an update has two micro-batches. TRL's functions are called
 as they are, with a stand-in for the trainer. Those of verl (verl/trainer/ppo/core_algos.py) and prime-rl
 (src/prime_rl/trainer/rl/loss.py) are cut out of the files that you name, and neither has to be installed.
 Each line has the largest difference of the gradients, as a part of the largest gradient, and the relative
@@ -16,7 +16,7 @@ import __future__
 import ast
 import os
 import random
-import re
+import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
@@ -79,17 +79,14 @@ class Batch:
         return torch.cat([part.mean().expand(len(part)) for _, part in self.parts(values)])
 
 
-def loop_of(word):
-    """Sections 3 to 5 of train_grpo.py up to the backward pass, with the diff that has the word in it."""
-    with open("docs/recipes.md") as file:
-        diffs = [one for one in re.findall(r"^```diff\n(.*?)^```$", file.read(), re.M | re.S) if word in one]
+def loop_of(recipe):
+    """Sections 3 to 5 of train_grpo.py up to the backward pass, or of the copy that a recipe makes of it."""
     with tempfile.TemporaryDirectory() as folder:
-        with open("train_grpo.py") as file, open(f"{folder}/train_grpo.py", "w") as copy:
-            copy.write(file.read())
-        if word:
-            (diff,) = diffs
-            subprocess.run(["patch", "-p1", "--fuzz=0", "-s"], input=diff, cwd=folder, text=True, check=True)
-        with open(f"{folder}/train_grpo.py") as file:
+        shutil.copy("train_grpo.py", folder)
+        if recipe != "grpo":
+            with open(f"recipes/{recipe}.diff") as diff:
+                subprocess.run(["patch", "-p1", "--fuzz=0", "-s"], stdin=diff, cwd=folder, check=True)
+        with open(f"{folder}/train_{recipe}.py") as file:
             text = file.read()
     settings = text[text.index("# settings that everybody sets first"):text.index("settings = configure")]
     loop = text[text.index("    # ------------------------------------------------------------ 3 advantage"):
@@ -97,12 +94,12 @@ def loop_of(word):
     return settings, "if True:\n" + loop
 
 
-def here(d, word="", ref=None, **given):
+def here(d, recipe="grpo", ref=None, **given):
     """The loss of an update of all rollouts, its gradient, and the advantages."""
     logits, found, names = d.logits.clone().requires_grad_(), [], {}
     table, per = selective_log_softmax(logits, d.ids), lambda x: {s: x[s, :n] for s, n in enumerate(LENGTHS)}
     entropy = entropy_from_logits(logits)
-    settings, loop = loop_of(word)
+    settings, loop = loop_of(recipe)
     exec(settings, names)
     rollouts = [SimpleNamespace(number=s, score=score, rewards={}, parts={}, sampled_by={0})
                 for s, score in enumerate(d.scores.tolist())]
@@ -247,10 +244,10 @@ print(f"{'':58} gradient  loss")
 d, close = numbers(0.3), numbers(0.0)
 for kl, given, beta in (("", {}, 0.0), (" and a KL", {"ref": d.ref, "kl_coef": 0.5}, 0.5)):
     for old in (True, False):
-        ours = here(d, "mask_above", mask_above=0.1, old_logprobs="engine" if old else "trainer", **given)
+        ours = here(d, "off_policy_mask", mask_above=0.1, old_logprobs="engine" if old else "trainer", **given)
         compare(f"off-policy sequence mask{kl}, TRL{', ratios not 1' * old}", ours,
                 trl_grpo(d, ours[2]["adv"], old, off_policy_mask_threshold=0.1, beta=beta))
-ours = here(d, "entropy_share", entropy_share=0.2, old_logprobs="engine")
+ours = here(d, "high_entropy", entropy_share=0.2, old_logprobs="engine")
 compare("high-entropy tokens, TRL", ours, trl_grpo(d, ours[2]["adv"], top_entropy_quantile=0.2))
 ours = here(d, loss_type="gspo", loss_aggregation="sequence_sum", epsilon=0.02, epsilon_high=0.03,
             old_logprobs="engine")
@@ -263,15 +260,15 @@ teacher = close.engine.clone()                                  # without a hint
 teacher[taught] = selective_log_softmax(close.teacher, close.ids)[taught]
 distil = {"kl_coef": 1.0, "kl_estimator": "k1_advantage", "advantage": "none",
           "loss_aggregation": "sequence_mean"}
-ours = here(close, "behind_hint", teacher, **distil)
+ours = here(close, "self_distillation", teacher, **distil)
 print(f"{'self-distillation, which answer the teacher sees, TRL':58} "
       f"{'the same' if ours[2]['hints'] == shown else 'not the same'}")
 compare("self-distillation, sampled_token, TRL", ours, trl_sdpo(close, taught),
         "by definition: log policy takes the place of the ratio")
-ours = here(close, "behind_hint", teacher, loss_type="gpg", **distil)
+ours = here(close, "self_distillation", teacher, loss_type="gpg", **distil)
 compare("self-distillation, sampled_token, TRL, loss_type=gpg", ours, trl_sdpo(close, taught))
 if prime_rl:
-    ours = here(close, "behind_hint", teacher, **distil | {"loss_aggregation": "token_mean"})
+    ours = here(close, "self_distillation", teacher, **distil | {"loss_aggregation": "token_mean"})
     compare("self-distillation, prime-rl's ref_kl", ours,
             prime_rl_loss(close, "ref_kl_loss_fn", ref=teacher, taught=taught))
 # At each place the mean over all tokens that could have been sampled, by their probabilities
@@ -280,7 +277,7 @@ for token in range(V):
     close.ids = torch.full((N, T), token)
     close.engine = selective_log_softmax(close.logits, close.ids)
     teacher = selective_log_softmax(close.teacher, close.ids)
-    mean = mean + close.engine.exp()[..., None] * here(close, "behind_hint", teacher, **distil)[1]
+    mean = mean + close.engine.exp()[..., None] * here(close, "self_distillation", teacher, **distil)[1]
 compare("    its mean over the vocabulary, TRL's full_logits", (0.0, mean, {}), trl_sdpo(
     close, range(N), distillation_mode="full_logits", distillation_is_clip=None), "not compared")
 

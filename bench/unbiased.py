@@ -208,7 +208,7 @@ def tables():
 
 
 SIZES = 2, 4, 8
-# grpo_process is a diff of docs/recipes.md. Where it was not applied, its line is left out.
+# recipes/grpo_process.diff adds grpo_process. Where it was not applied, its line is left out.
 BY_SIZE = (("grpo", "sequence_sum", "difficulty"), ("grpo_process", "sequence_sum", "two turns"),
            ("reinforce++", "sequence_sum", "unequal lengths"), ("turns", "token_mean", "unequal lengths"),
            ("turns", "sequence_mean", "unequal lengths"))

@@ -26,6 +26,8 @@ from unittest import mock
 import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# The text of each recipe, which is the lines at its head and a diff.
+RECIPES = {path.stem: path.read_text() for path in sorted(Path(ROOT, "recipes").glob("*.diff"))}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 # Modules of the repository are not among what it has imported: a script imports these itself, as under a

@@ -22,8 +22,7 @@ import runs
 from bench import unbiased
 from rollout import from_arrays
 from runtime.run import check_state
-from runs import ROOT, forked, kept_rollouts, lines, without_times
-from test_docs import DIFFS
+from runs import RECIPES, ROOT, forked, kept_rollouts, lines, without_times
 from test_train_grpo import SMALL, train
 from test_unbiased import slow_gradients
 
@@ -37,7 +36,7 @@ def words(prompts, completions, **_):
 
 
 def changed(folder, *changes, script="train_grpo.py", diff=""):
-    """A copy of a script in the folder, with these (before, after) or with a diff of a page."""
+    """A copy of a script in the folder, with these (before, after) and with a diff, which may copy it once more."""
     with open(os.path.join(ROOT, script)) as file:
         text = file.read()
     for before, after in changes:
@@ -45,6 +44,9 @@ def changed(folder, *changes, script="train_grpo.py", diff=""):
         text = text.replace(before, after)
     (folder / script).write_text(text)
     if diff:
+        script = ([script] + re.findall(r"^copy to (\S+)$", diff, re.M))[-1]
+        if "copy to" in diff:
+            (folder / script).unlink(missing_ok=True)
         subprocess.run(["patch", "-p1", "--fuzz=0"], input=diff, cwd=folder, text=True, check=True,
                        capture_output=True)
     return str(folder / script)
@@ -84,7 +86,7 @@ def of_groups(rows, G=4):
 
 
 def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
-    script = changed(tmp_path, diff=diff_with("run.arrays"))
+    script = changed(tmp_path, diff=RECIPES["earlier_rollouts"])
     arguments = small(folder, reward_file, "--max_steps=3", "--learning_rate=3e-3")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
@@ -120,14 +122,9 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     assert line["sampling/correction_mean"] == pytest.approx(sum(w.sum().item() for w in weights) / tokens, abs=1e-5)
     assert line["sampling/correction_mean"] < 0.999 and line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
     # Nobody compares them with the engine by mistake.
-    script = changed(tmp_path, diff=diff_with("run.arrays").replace("if s < len(fresh)", ""))
+    script = changed(tmp_path, diff=RECIPES["earlier_rollouts"].replace("if s < len(fresh)", ""))
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/refused", code=1)
     assert "step 1 compares rollouts of step 0's policy with its own: leave them out" in output
-
-
-def diff_with(word):
-    (diff,) = [diff for _, diff in DIFFS if word in diff]
-    return diff
 
 
 STEP_7 = "    # ------------------------------------------------------------ 7 log\n"
@@ -198,7 +195,7 @@ def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, 
     """The first step of Adam moves the weights by the rate of their group. What is frozen stays."""
     frozen = "    policy.hf.model.norm.weight.requires_grad_(False)\n"
     script = changed(tmp_path, ("    reference = None\n", f"{frozen}    reference = None\n"),
-                     diff=diff_with("add_param_group"))
+                     diff=RECIPES["parameter_groups"])
     arguments = small(folder, reward_file, "--max_steps=3", "--warmup_steps=2", "--keep_checkpoints=9",
                       "--weight_decay=0.5")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", ranks=2)
@@ -237,7 +234,7 @@ def test_the_kl_is_taken_off_the_rewards_of_tokens_too(folder, teacher, reward_f
 def grpo_process(tmp_path, monkeypatch):
     """The advantage that a diff adds to losses.py, which bench/unbiased.py then has as well."""
     changed(tmp_path, script="configurator.py")
-    added = runpy.run_path(changed(tmp_path, script="losses.py", diff=diff_with("+def grpo_process")))
+    added = runpy.run_path(changed(tmp_path, script="losses.py", diff=RECIPES["grpo_process"]))
     monkeypatch.setitem(losses.ADVANTAGES, "grpo_process", added["grpo_process"])
     return added["grpo_process"]
 
@@ -294,7 +291,7 @@ def test_wrong_completions_that_the_policy_has_left_are_masked(folder, reward_fi
     """DeepSeek-V3.2's equation, with an engine whose logprobs are off for every other completion."""
     script = changed(tmp_path, ("    with log.timed(\"reward\"):\n", "    for r in my_rollouts[1::2]:\n"
                                 "        r.logprobs = r.logprobs + 0.2\n    with log.timed(\"reward\"):\n"),
-                     diff=diff_with("mask_above"))
+                     diff=RECIPES["off_policy_mask"])
     arguments = small(folder, reward_file, "--max_steps=1", "--mask_above=0.19", "--logprob_gap=1",
                       "--token_budget=100")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True)
@@ -317,7 +314,7 @@ def test_wrong_completions_that_the_policy_has_left_are_masked(folder, reward_fi
 @pytest.mark.parametrize("ranks, budget", [(1, 8192), (2, 90)])
 def test_high_entropy_tokens_are_those_of_the_whole_step(folder, reward_file, tmp_path, ranks, budget):
     """However it is dealt and packed; the entropy bonus of the other tokens is left out as well."""
-    script = changed(tmp_path, diff=diff_with("entropy_share"))
+    script = changed(tmp_path, diff=RECIPES["high_entropy"])
     arguments = small(folder, reward_file, "--max_steps=1", "--entropy_share=0.3", "--entropy_coef=0.1",
                       "--temperature=0.7", f"--token_budget={budget}")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
@@ -343,7 +340,7 @@ def test_solved_prompts_rest(folder, tmp_path):
         "    return [float(ord(p[0]['content'][-1]) % 2 or len(c[0]['content']) % 3 == 0)\n"
         "            for p, c in zip(prompts, completions)]\n"
         "def all(prompts, completions, **_):\n    return [1.0] * len(prompts)\n")
-    script = changed(tmp_path, diff=diff_with("rest_above"))
+    script = changed(tmp_path, diff=RECIPES["resting_prompts"])
     arguments = small(folder, "--train_prompts=16", "--max_steps=9", "--lr_decay=constant",
                       "--save_interval=3")
     half = f"--reward={tmp_path}/half.py:half"
@@ -373,7 +370,7 @@ def test_harder_rows_join_in_when_the_easier_ones_are_solved(folder, tmp_path, r
         "    return [float(len(c[0]['content']) % 3 > 0) for c in completions]\n")
     rows = [{"prompt": [{"role": "user", "content": f"{'abc'[i // 8]} {i}"}], "i": i} for i in range(24)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    script = changed(tmp_path, diff=diff_with("rise_above"))
+    script = changed(tmp_path, diff=RECIPES["levels"])
     arguments = small(folder, f"--reward={tmp_path}/often.py:often", "--task=file", "--rise_above=0.55",
                       f"--train_file={tmp_path}/rows.jsonl", f"--eval_file={tmp_path}/rows.jsonl",
                       "--train_prompts=0", "--max_steps=12", "--lr_decay=constant", "--save_interval=6")
@@ -404,7 +401,7 @@ def test_the_teacher_is_the_policy_that_has_read_a_right_answer(folder, tmp_path
     (tmp_path / "third.py").write_text(
         "def third(prompts, completions, **_):\n"
         "    return [float(len(c[0]['content']) % 3 == 0) for c in completions]\n")
-    script = changed(tmp_path, diff=diff_with("behind_hint"))
+    script = changed(tmp_path, diff=RECIPES["self_distillation"])
     shutil.copytree(os.path.join(ROOT, "config"), tmp_path / "config")
     arguments = small(folder, f"--reward={tmp_path}/third.py:third", "--num_generations=4",
                       "--prompts_per_step=4", "--max_steps=1", "--temperature=0.7")
@@ -436,7 +433,7 @@ def test_the_teacher_is_the_policy_that_has_read_a_right_answer(folder, tmp_path
 
 def test_a_reference_that_follows_the_policy(folder, reward_file, tmp_path):
     """Also in bfloat16, whose own steps would be too coarse; saved and resumed bit for bit."""
-    script = changed(tmp_path, diff=diff_with("ema_decay"))
+    script = changed(tmp_path, diff=RECIPES["moving_reference"])
     arguments = small(folder, reward_file, "--kl_coef=0.1", "--max_steps=4", "--keep_checkpoints=9",
                       "--dtype=bfloat16", "--lr_decay=constant", "--learning_rate=1e-5")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")

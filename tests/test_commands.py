@@ -1,6 +1,6 @@
 """The commands of README.md, CONTRIBUTING.md and docs/: what needs neither a network nor a GPU is played, in small, here or
 by another test, which is named. What is not played has a reason, and its settings have to be accepted.
-The commands below a diff are played by test_docs.py."""
+The commands that run a recipe are played by test_docs.py."""
 import json
 import os
 import re
@@ -15,12 +15,12 @@ import configurator
 import runs
 from configurator import check_values, configure
 from losses import CHOICES
-from runs import ROOT
+from runs import RECIPES, ROOT
 from test_configurator import defaults_of
 from test_docs import BLOCKS, TEXTS, TINY, copy  # noqa: F401
 
 with open(os.path.join(ROOT, "CONTRIBUTING.md")) as file:
-    PAGES = {**TEXTS, "CONTRIBUTING.md": file.read()}
+    PAGES = {**TEXTS, **RECIPES, "CONTRIBUTING.md": file.read()}
 
 # Commands are known by a text in them. These are played below, in this order, with the settings behind them, and then
 # all others that have no reason not to be.
@@ -57,7 +57,7 @@ REASONS = {
     r"bench[./]|tiny\.pretrain": "it takes ten seconds to hours, and measures or makes what the repository has",
     r"--engine=vllm|--max_staleness=4|--dtype|--eval_interval=2|--max_steps=8|--prompts_per_step=16|--lora_rank=R":
         "it is a measurement, of settings that other tests play",
-    "--rise_above|=spo": "it is a trial of a diff, which test_docs.py applies and runs",
+    "--rise_above|=spo|recipes/|train_muon": "it is of a recipe, which test_docs.py applies and runs, or test_recipes.py",
     r"--nproc_per_node=\d$|--shutdown_timeout=300$": "it is a part of a command"}
 # A page's name for something, and what stands for it here
 STANDS_FOR = {"out/smollm2": "tiny", "out/warm/checkpoint-60": "out/warm/checkpoint-1", " ...": "",
@@ -67,15 +67,13 @@ STANDS_FOR = {"out/smollm2": "tiny", "out/warm/checkpoint-60": "out/warm/checkpo
 
 
 def commands():
-    """Return all commands except those of the block below a diff."""
+    """Return all commands except those that run a recipe, which stand in no block."""
     every = []
     for text in PAGES.values():
-        below = False
         for language, block, inline in re.findall(r"^ *```(\w*)\n(.*?)^ *```$|`([^`]+)`", text, re.M | re.S):
             lines = [inline]
             if language:
-                lines = block.replace("\\\n", " ").splitlines() * (language == "sh" and not below)
-                below = language == "diff"
+                lines = block.replace("\\\n", " ").splitlines() * (language == "sh")
             for line in lines:
                 line = re.sub(r"\s+", " ", line.partition("  #")[0]).strip()
                 if re.match(r"(\./run |\w+=\S+ )*(torchrun|python|pytest|ruff|\S+/python) ", line):

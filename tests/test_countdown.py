@@ -1,4 +1,4 @@
-"""The task of the diff in docs/data_and_rewards.md, which test_docs.py applies before it runs these tests."""
+"""The task of recipes/countdown.diff, which test_docs.py applies before it runs these tests."""
 import re
 
 import pytest
@@ -7,7 +7,7 @@ import rewards
 from tasks import generate_problems
 
 if "countdown" not in generate_problems.GENERATORS:
-    pytest.skip("docs/data_and_rewards.md adds countdown", allow_module_level=True)
+    pytest.skip("recipes/countdown.diff adds countdown", allow_module_level=True)
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""README.md and docs/: their diffs apply and run, and what they say of the files is true."""
+"""README.md and docs/: what they say of the files is true. The recipes apply and run, and so does README's diff."""
 import glob
 import json
 import os
@@ -18,18 +18,20 @@ from transformers import Qwen3MoeForCausalLM
 
 import runs
 from packing import deal
+from runs import RECIPES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PAGES = ["README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
+PAGES = ["README.md", "recipes/README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
 TEXTS = {}
 for page in PAGES:
     with open(os.path.join(ROOT, page)) as file:
         TEXTS[page] = file.read()
 BLOCKS = [(page, language, block) for page, text in TEXTS.items()
           for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)]
-DIFFS = [(page, block) for page, language, block in BLOCKS if language == "diff"]
+[README_DIFF] = [block for _, language, block in BLOCKS if language == "diff"]
+DIFFS = {"README.md": README_DIFF} | RECIPES
 # The first by tests/test_changes.py.
-TESTED_BELOW = "requires_grad_(False)          # frozen", "torch.optim.Muon", "load_balancing_loss_func"
+TESTED_BELOW = "parameter_groups", "muon", "balance_experts"
 PARITY = "def score(prompts, completions, **_):\n    return [sum(map(ord, m[0]['content'])) % 2 for m in completions]\n"
 PACKAGES = ["config", "runtime", "tasks", "tiny"]
 TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
@@ -92,17 +94,16 @@ def test_a_gymnasium_environment_plays(copy):
     assert metrics["episodes/turns"] > 1 and metrics["episodes/ended/error"] == 0
 
 
-def commands_for(page, diff):
-    """What the page runs with a diff: the lines of the next block of sh, as arguments.
+def commands_for(name):
+    """What is run with a diff: the commands at the head of a recipe, as arguments.
 
     README names only a setting, in the line before.
     """
-    before, _, after = TEXTS[page].partition(diff)
-    if page == "README.md":
+    if name == "README.md":
+        before, _, _ = TEXTS[name].partition(README_DIFF)
         return [["train_grpo.py", re.findall(r"`(--\S+)`", before)[-1]]]
-    block = re.search(r"^```sh\n(.*?)^```$", after, re.M | re.S)[1]
-    lines = block.replace("\\\n", " ").replace("torchrun --nproc_per_node=2", "torchrun").splitlines()
-    return [line.split()[1:] for line in lines if line.startswith("torchrun")]
+    text = RECIPES[name].replace("\\\n", " ").replace("torchrun --nproc_per_node=2", "torchrun")
+    return [line.split() for line in re.findall(r"^    torchrun (.*)$", text, re.M)]
 
 
 def shortened(script, *arguments):
@@ -112,64 +113,58 @@ def shortened(script, *arguments):
     return [script, *runs.with_defaults(arguments, dict(one[2:].split("=") for one in small) | {"max_steps": 2})]
 
 
-@pytest.mark.parametrize("number", [number for number, (_, diff) in enumerate(DIFFS)
-                                    if not any(text in diff for text in TESTED_BELOW)])
-def test_a_diff_applies_and_runs(copy, number):
-    """By each command below it, and the tests of the files that it changes pass."""
-    page, diff = DIFFS[number]
+@pytest.mark.parametrize("name", [name for name in DIFFS if name not in TESTED_BELOW])
+def test_a_diff_applies_and_runs(copy, name):
+    """By each of its commands, and the tests of the files that it changes pass."""
+    diff = DIFFS[name]
     (copy / "tests").mkdir()
     for changed in re.findall(r"^\+\+\+ b/(\w+)\.py", diff, re.M):
         if not changed.startswith("train_") and changed != "model":
             shutil.copy(os.path.join(ROOT, "tests", f"test_{changed}.py"), copy / "tests")
-    if "+def countdown" in diff:                                # whose tests need nothing of tests/
+    if name == "countdown":                                     # whose tests need nothing of tests/
         shutil.copy(os.path.join(ROOT, "tests/test_countdown.py"), copy / "tests")
         os.remove(copy / "tests/test_rewards.py")
     shutil.copy(os.path.join(ROOT, "pytest.ini"), copy)
     patch(copy, diff)
-    for name in ("my_rewards.py", "my_steps.py"):
-        (reward,) = [text for where, _, text in BLOCKS if "data_and" in where and text.startswith(f"# {name}")]
-        (copy / name).write_text(reward)
-    *earlier, last = commands_for(page, diff)
+    for file in ("my_rewards.py", "my_steps.py"):
+        (reward,) = [text for where, _, text in BLOCKS if "data_and" in where and text.startswith(f"# {file}")]
+        (copy / file).write_text(reward)
+    *earlier, last = commands_for(name)
     for count, command in enumerate(earlier):
         runs.forked(copy / "log", *shortened(*command), "--max_steps=1", f"--out_dir={count}", root=copy)
     script, *arguments = shortened(*last)
     # In a warm-up of the critic the policy only computes logprobs, and is then saved and sent to the engine.
-    stay = "reshard_after_forward" in diff
+    stay = name == "stay_gathered"
     warm = [f"--critic_warmup_steps={stay:d}", "--save_interval=1"] * ("ppo" in script)
-    if "import wandb" in diff:
+    if name == "wandb":
         (copy / "wandb.py").write_text(WANDB)
     runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", ranks=1 + stay, root=copy)
     assert [line["step"] for line in runs.lines(copy / "run")] == [0, 1, 2]
-    if "import wandb" in diff:
+    if name == "wandb":
         (call,) = runs.lines(copy, "wandb.jsonl")
         assert call["files"] == [] and call["steps"] == [0, 1, 2] and call["id"] == "run"
         assert call["config"]["max_steps"] == 2
-    if "+def pass_at_k" in diff:
+    if name == "opo_passk_remax_gdpo":
         output = runs.forked(copy / "log", script, "--advantage=pass_at_k", "--kl_coef=0.1",
                              "--kl_estimator=k1_reward", code=2, root=copy)
         assert "advantage=pass_at_k counts scores above 0, which kl_estimator=k1_reward shifts" in output
     if any((copy / "tests").iterdir()):
         # What waits for a diff is tested with it.
         output = runs.forked(copy / "tested", "-m", "pytest", "-rs", "--assert=plain", "tests", root=copy)
-        assert "+def countdown" not in diff or " skipped" not in output
+        assert name != "countdown" or " skipped" not in output
         for word in ("kl_cov", "remax", "maxrl"):
             assert f'"{word}": {word}' not in diff or f"adds {word}" not in output
 
 
-def one_diff(text):
-    (diff,) = [diff for _, diff in DIFFS if text in diff]
-    return diff
-
-
 def test_muon_under_two_ranks(copy):
     """An update is that of Muon's formula, and a resumed run repeats the unbroken one bit for bit."""
-    patch(copy, one_diff(TESTED_BELOW[1]))
+    patch(copy, RECIPES["muon"])
     (copy / "parity.py").write_text(PARITY)
     rate, tiny = 1e-3, [*TINY, "--max_steps=3", "--save_interval=1", "--keep_checkpoints=9", "--num_mini_batches=1",
                         "--learning_rate=1e-3", "--warmup_steps=0", "--weight_decay=0.5", "--reward=parity.py:score"]
-    runs.forked(copy / "log", "train_grpo.py", *tiny, "--out_dir=run", ranks=2, root=copy)
+    runs.forked(copy / "log", "train_muon.py", *tiny, "--out_dir=run", ranks=2, root=copy)
     shutil.copytree(copy / "run", copy / "again", ignore=shutil.ignore_patterns("checkpoint-[23]"))
-    runs.forked(copy / "log", "train_grpo.py", *tiny, "--out_dir=again", "--resume=auto", ranks=2, root=copy)
+    runs.forked(copy / "log", "train_muon.py", *tiny, "--out_dir=again", "--resume=auto", ranks=2, root=copy)
     unbroken, resumed = (runs.without_times(runs.lines(copy / name)) for name in ("run", "again"))
     assert unbroken == resumed and unbroken[2]["grad_norm"] > 0
     for file in ("model", "trainer/optimizer-00000", "trainer/optimizer-00001"):
@@ -199,9 +194,9 @@ def test_muon_under_two_ranks(copy):
 
 def test_the_experts_are_balanced(copy, experts):
     """Two ranks, and a reward that tells nothing apart, so the whole gradient is that of the load-balancing loss."""
-    patch(copy, one_diff(TESTED_BELOW[2]))
+    patch(copy, RECIPES["balance_experts"])
     (copy / "same.py").write_text("def score(prompts, completions, **_):\n    return [1.0 for _ in prompts]\n")
-    runs.forked(copy / "log", "train_grpo.py", *TINY, f"--model={experts}", "--num_mini_batches=1",
+    runs.forked(copy / "log", "train_balance_experts.py", *TINY, f"--model={experts}", "--num_mini_batches=1",
                 "--prompts_per_step=4", "--reward=same.py:score", "--router_aux_loss_coef=0.5", "--grad_clip=0",
                 "--out_dir=run", ranks=2, keep=True, root=copy)
     rollouts = [SimpleNamespace(**row) for row in runs.kept_rollouts(copy / "run", 0)]
@@ -290,9 +285,8 @@ def test_the_loop_of_readme_is_that_of_train_grpo(copy):
 
 
 def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
-    assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {
+    assert {re.search(r"^--- a/(\S+)", diff, re.M)[1] for diff in DIFFS.values()} == {
         "losses.py", "model.py", "tasks/generate_problems.py", "train_grpo.py"}
-    assert len(DIFFS) >= 4 and DIFFS[0][0] == "README.md"
 
 
 def test_a_reward_of_your_own(copy):
@@ -312,15 +306,27 @@ def without_blocks(page):
     return re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.M | re.S)
 
 
+def leads_somewhere(path, heading):
+    assert os.path.exists(os.path.join(ROOT, path)), path
+    if heading and path in TEXTS:
+        headings = re.findall(r"^#+ (.*)$", without_blocks(path), re.M)
+        assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], heading
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_blocks(page)):
         if not target.startswith("http"):
             path = os.path.normpath(os.path.join(os.path.dirname(page), target)) if target else page
-            assert os.path.exists(os.path.join(ROOT, path)), target
-            if heading and path in TEXTS:
-                headings = re.findall(r"^#+ (.*)$", without_blocks(path), re.M)
-                assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], heading
+            leads_somewhere(path, heading)
+
+
+def test_what_recipes_name_is_there():
+    names = [name for text in RECIPES.values()
+             for name in re.findall(r"\b((?:docs|tests|bench)/\w+\.\w+)(?:#([\w-]+))?", text)]
+    assert len(names) > 10
+    for path, heading in names:
+        leads_somewhere(path, heading)
 
 
 def lines_of(cell):
@@ -364,6 +370,7 @@ def test_the_table_of_hardware(tmp_path):
 
 def test_every_file_and_setting_that_a_command_names_exists():
     of_pages = {re.match(r"# (\w+\.py)|", block)[1] for _, _, block in BLOCKS}
+    of_pages |= {*re.findall(r"^copy to (\S+)$", "".join(RECIPES.values()), re.M)}
     for page, language, block in BLOCKS:
         if language != "sh":
             continue

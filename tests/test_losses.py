@@ -18,12 +18,12 @@ def seeded():
 # ---------------------------------------------------------------- advantages
 
 KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++", "reinforce++_baseline", "turns", "none"]
-# Those that docs/recipes.md adds, which this file tests where they have been added.
+# Those that recipes/opo_passk_remax_gdpo.diff adds, which this file tests where they have been added.
 ADDED = [kind for kind in ("opo", "pass_at_k", "remax") if kind in losses.ADVANTAGES]
 PROCESS = [kind for kind in ("grpo_process",) if kind in losses.ADVANTAGES]
 KINDS += ADDED + PROCESS
 OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "turns", *ADDED[:2], *PROCESS]    # nothing but the group's rewards matters
-ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="docs/recipes.md adds remax and gdpo")
+ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="a recipe adds remax and gdpo")
 
 
 def advantages(kind, rewards, G, lengths=None, greedy=None, pass_k=2):
@@ -427,7 +427,7 @@ def test_rollouts_that_are_no_groups_are_refused_in_a_sentence():
 # ---------------------------------------------------------------- policy loss
 
 KINDS_OF_LOSS = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg", "dppo"]
-# Those that docs/recipes.md adds are tested where its diff has been applied, as tests/test_docs.py does.
+# Those that a recipe adds are tested where it has been applied, as tests/test_docs.py does.
 MARKED = [kind for kind in ("clip_cov", "kl_cov") if kind in losses.LOSSES]
 KINDS_OF_LOSS += MARKED
 CLIPPED = ["clip", "gspo", "gmpo", "clip_cov", "dppo"]            # on both sides, as adv pushes
@@ -602,7 +602,7 @@ def test_a_ratio_at_a_bound_is_not_beyond_it():
         assert weight.bool().tolist() == [True, True, False] and weight.dtype == log_ratio.dtype
 
 
-@pytest.mark.skipif("dual_clip" not in losses.LOSSES, reason="a diff of docs/recipes.md adds dual_clip")
+@pytest.mark.skipif("dual_clip" not in losses.LOSSES, reason="a recipe adds dual_clip")
 @pytest.mark.parametrize("ratio, adv, loss, gradient, high", [
     (2.9, -1.0, 2.9, 2.9, False),     # pushed down, within the second bound
     (3.1, -1.0, 3.0, 0.0, True),      # beyond it: bounded, and without gradient
@@ -654,7 +654,7 @@ def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
         assert weight.item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.skipif(not MARKED, reason="docs/recipes.md adds kl_cov")
+@pytest.mark.skipif(not MARKED, reason="a recipe adds kl_cov")
 def test_covariance_marks():
     logps = [-3 * torch.rand(n, dtype=torch.float64) for n in 10 * LENGTHS]
     adv = 3 * torch.randn(50, dtype=torch.float64)
@@ -1025,7 +1025,7 @@ def test_values_are_clipped_around_the_old_ones():
     assert loss.item() == pytest.approx((0.2 - 1.1) ** 2 / 2) and clipped.item() and value.grad.item() == 0
 
 
-@pytest.mark.skipif(not hasattr(losses, "adapted_kl_coef"), reason="docs/ppo.md adds it")
+@pytest.mark.skipif(not hasattr(losses, "adapted_kl_coef"), reason="a recipe adds it")
 @pytest.mark.parametrize("kl, expected", [(6.0, 0.1), (6.6, 0.105), (60.0, 0.11), (5.4, 0.095), (0.0, 0.09)])
 def test_adapted_kl_coef(kl, expected):
     assert losses.adapted_kl_coef(0.1, kl, 6.0, 512, 256) == pytest.approx(expected)

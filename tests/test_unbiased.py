@@ -49,7 +49,7 @@ def test_every_other_one_is_biased_in_some_problem(problems):
 def slow_gradients(G):
     """Of the two turns, in plain numbers: every group in every order, and the gradient of each token by hand.
 
-    grpo_process is a diff of docs/recipes.md, which tests/test_changes.py applies.
+    recipes/grpo_process.diff adds grpo_process, and tests/test_changes.py applies it.
     """
     p, q = 0.3, 0.6                                             # of ending in turn 1, of the good end in turn 2
     episodes = [(p, [0.6], [(1 - p, 0)]), ((1 - p) * q, [0.2, 1.0], [(-p, 0), (0, 1 - q)]),

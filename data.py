@@ -273,11 +273,12 @@ def tools_of(value):
     # Returns a row's tools as JSON schemas in OpenAI's form. value: a list of these or of functions alone, or
     # nothing. The list and its entries may be JSON texts.
     tools = []
-    for tool in from_json(value) or ():
+    for tool in as_list(from_json(value) or []):
         tool = without_nulls(from_json(tool))
-        if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
+        function = isinstance(tool, dict) and tool.get("function", tool)
+        if not isinstance(function, dict) or "name" not in function:
             raise InputError(f"tools must be a list of functions with names, not {value!r:.100}")
-        tools.append({"type": "function", "function": tool.get("function", tool)})
+        tools.append({"type": "function", "function": function})
     return tools
 
 

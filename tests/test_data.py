@@ -225,8 +225,8 @@ CONTENT = "and a content, a string or a list of text blocks"
       for value in (media, [media], [media, media])),
     ({"prompt": "What is in it?", "videos": "a.mp4"}, "videos holds something"),
     *(({"prompt": "1+1?", "tools": tools}, "tools must be a list of functions with names, not ")
-      for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"], "add", ["add"],
-                    {"name": "add"})),
+      for tools in ([5], [{"type": "web_search"}], [{"function": "add"}], [[]], "[null]", ["5"], "add", ["add"], 5,
+                    [{"function": 5}], {"type": "function"})),
     ({"prompt": "1+1?", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs holds something"),
     ({"prompt": 5}, f"{NEEDS}, {CONTENT}: 5"),
     ({"prompt": {"role": "user"}}, f"{NEEDS}, {CONTENT}: {{'role'"),

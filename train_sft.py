@@ -45,8 +45,8 @@ out_dir = ""                    # the run's folder; if empty, that of the resume
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
 # config/shared.py and --help explain the other settings that are used below: timeout=3600.0,
 # sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
-# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4, save_interval=20,
-# best_by="", reward_model="", agent="".
+# warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4, save_interval=20.
+# This script also reads best_by="", reward_model="" and agent="".
 from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it

@@ -130,6 +130,8 @@ class Rows:
         return len(self.packed)
 
     def __getitem__(self, place):
+        if isinstance(place, slice):
+            return self.take(range(len(self))[place])
         name, row = pickle.loads(self.packed[place])
         return name, self.columns | row
 

@@ -106,7 +106,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         logps = gathered_logprobs(policy, sum(held_out, []), token_budget, temperature)         # {s: [len]}
         log.metrics["eval/token_loss"] = -torch.cat([*logps.values()]).mean().item()
         log.say(f"step {step:3d}  eval/token_loss {log.metrics['eval/token_loss']:.4f}")
-        if not scored or best_by == "eval/token_loss":          # the lowest loss is of the best checkpoint
+        if not scored or best_by == "eval/token_loss":          # the best checkpoint has the lowest loss
             run.state["eval_scores"][str(step)] = -log.metrics["eval/token_loss"]
         if scored:
             rollout_engine.update_weights(policy, step)

@@ -7,8 +7,8 @@ scripts.
 # prompts
 prompt_column = ""              # the column of your file that holds the prompt, where a text becomes a
                                 # user's message; if empty, prompt, messages or conversations
-prompt_format = ""              # instead, a text with columns in it: '{instruction}\n{input}', where \n is a
-                                # line end
+prompt_format = ""              # in the place of prompt_column, a text that names columns, for example
+                                # '{instruction}\n{input}', where \n is a line end
 answer_column = ""              # the column that holds the answer; if empty, answer, ground_truth or solution
 chat = True                     # apply the chat template to messages; False joins them, for base models
 system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}

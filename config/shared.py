@@ -25,8 +25,8 @@ adam_beta1 = 0.9                # AdamW's mean of the gradients keeps this part 
 adam_beta2 = 0.95               # and its mean of their squares this part. PPO's critic has all three as well
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
 dtype = "auto"                  # float32, bfloat16, float16 (with a loss scale), or auto: bfloat16 on CUDA;
-                                # master weights are float32. In bfloat16 those that are trained are moved
-                                # at first, by less than bfloat16 can show (docs/speed.md)
+                                # master weights are float32. Before a run in bfloat16 each trained one is
+                                # moved by less than bfloat16 can show (docs/speed.md)
 torch_compile = False           # compile the layers; docs/speed.md says what that saved on an H100
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
@@ -42,7 +42,8 @@ eval_top_k = -1
 eval_min_p = -1.0
 best_by = ""                    # the figure that is largest at the best checkpoint, such as
                                 # eval/SOURCE/pass@4; if empty, eval/mean@k. train_sft.py also takes
-                                # eval/token_loss, the smallest, and does so by itself with reward=none
+                                # eval/token_loss, which is smallest at the best checkpoint, and goes by it
+                                # if it scores no completions
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; of those that were saved, the one with the
                                 # best evaluation is also kept

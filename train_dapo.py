@@ -67,7 +67,7 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, rein
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
                                 # each score, and k1_advantage from each token's advantage (on-policy
-                                # distillation); k3+ is k3 with the gradient of k2; see losses.kl_penalty
+                                # distillation); k3+ has k3's value and k2's gradient; see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -246,7 +246,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # wakes vLLM, which slept during the update
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM, which has slept
 
     # ------------------------------------------------------------ 7 log
     run.end_step(sampled, losses.group_std)                     # writes figures, with group_std, and samples

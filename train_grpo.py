@@ -66,7 +66,7 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, rein
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
                                 # each score, and k1_advantage from each token's advantage (on-policy
-                                # distillation); k3+ is k3 with the gradient of k2; see losses.kl_penalty
+                                # distillation); k3+ has k3's value and k2's gradient; see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -137,7 +137,7 @@ sample = rollout.Sampler(player, rollout_engine)
 #     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
 #     r.row        the record of the data set that it answers, a dict with prompt, answer and other columns
 #     r.rewards    {t: the reward of its t-th sampled token}, often only that of the last one
-#     r.score      their sum, or NaN if it was not scored; if you set it, the last token gets the difference
+#     r.score      their sum, or NaN if it was not scored; setting it changes the reward of the last token
 #
 # Values have three forms:
 #     [N]          a tensor with a value for each rollout, as scores and lengths
@@ -145,7 +145,7 @@ sample = rollout.Sampler(player, rollout_engine)
 #                  the name of such a dict is plural, as in old_logps
 #     [C]          a tensor for a micro-batch of C sampled tokens, those of one rollout after the other; the
 #                  name is singular, as in old_logp (packing.py makes the micro-batches)
-# In a batch of the rollouts 0 and 1, each one sequence with two sampled tokens, C is 4, and
+# In a batch of the rollouts 0 and 1, with two sampled tokens in one sequence each, C is 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]
 #     batch.flat([x, y, z])               returns [x, x, y, y]; N is 3, and z is of a rollout in another batch
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
@@ -153,9 +153,9 @@ sample = rollout.Sampler(player, rollout_engine)
 #     batch.sequence_lengths()            returns [2, 2, 2, 2]
 #
 # FSDP communicates in each forward and backward pass, so all ranks must make equally many. A rank with fewer
-# micro-batches than another gets empty ones, in which C is 0. A sequence_group computes each micro-batch
-# together, and the rank whose rollouts it has gets all logprobs. On the others C and the loss are 0, and the
-# backward pass sends them the gradients of the logprobs that they computed.
+# micro-batches than another gets empty ones, in which C is 0. The ranks of a sequence_group compute each
+# micro-batch together. The rank that its rollouts were dealt to gets all logprobs and the loss; on the others
+# C and the loss are 0, and their backward pass receives the gradients of the logprobs that they computed.
 # log.metrics takes figures that all ranks agree on; log.add sums or averages over micro-batches and ranks.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
@@ -209,7 +209,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         old_logps = None                                        # pi_old is the policy: old_logp is logp
 
     # ------------------------------------------------------------ 5 update
-    with log.timed("update_actor"):                             # set_rates returns {"learning_rate": rate}
+    with log.timed("update_actor"):                             # first the rate, logged as learning_rate
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
@@ -248,7 +248,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # wakes vLLM, which slept during the update
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM, which has slept
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

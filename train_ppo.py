@@ -265,7 +265,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # wakes vLLM, which slept during the update
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM, which has slept
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

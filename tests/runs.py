@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def run_in_child(script, arguments, log, env, forbidden, errors, keep=False, roo
     for number, path in ((1, log), (2, errors or log)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     faulthandler.enable(2)                                      # the log then says where a process has crashed
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)                # the tests may run under nohup, which ignores it
     os.environ.update(env)
     os.chdir(root)
     sys.path.insert(0, str(root))

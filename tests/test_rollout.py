@@ -693,3 +693,20 @@ def test_engine_choice(monkeypatch):
     assert rollout.engine_class("auto") is rollout.HFEngine and rollout.engine_class("hf") is rollout.HFEngine
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert rollout.engine_class("auto") is rollout.engine_class("vllm") is rollout.VLLMEngine
+
+
+def test_a_score_is_the_sum_of_its_rewards_and_the_last_token_gets_the_difference():
+    r = rollout.Rollout.single([65], [66, 67, 68], [-1.0] * 3, "stop")
+    assert math.isnan(r.score)
+    r.score = 0.5
+    assert r.rewards == {2: 0.5} and r.score == 0.5
+    r.rewards = {0: 1.0, 1: 0.25}
+    before = r.rewards
+    r.score = 2.0
+    assert r.rewards == {0: 1.0, 1: 0.25, 2: 0.75} and before == {0: 1.0, 1: 0.25}
+    r.score += 1e-12                                            # less than rounding leaves them as they are
+    assert r.rewards == {0: 1.0, 1: 0.25, 2: 0.75}
+    r.score = math.nan                                          # it is not scored after all
+    assert math.isnan(r.score) and r.rewards[0] == 1.0
+    r.score = 1.0
+    assert r.rewards == {2: 1.0}

@@ -338,9 +338,12 @@ def as_message(message):
         function = isinstance(call, dict) and call.get("function", call)
         if not isinstance(function, dict):
             raise InputError(f"a call must be a JSON object, not {call!r:.100}")
-        function["arguments"] = from_json(function.get("arguments")) or {}
-        if not isinstance(function["arguments"], dict):
-            raise InputError(f"the arguments of a call must be a JSON object, not {function!r:.100}")
+        arguments = from_json(function.get("arguments"))
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise InputError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
+        function["arguments"] = arguments
     if isinstance(fields.get("content"), list):
         fields["content"] = text_of_blocks(fields["content"])
     fields["role"] = ROLE_OF.get(role, role)

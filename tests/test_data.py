@@ -558,7 +558,7 @@ def test_messages_with_calls(tmp_path):
         bare = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": nothing}}]}
         (((_, message, _), _),) = read(write(tmp_path / "rows.jsonl", {"prompt": [ASKED, bare, result]}))
         assert message["tool_calls"] == [{"function": {"name": "add", "arguments": {}}}]
-    for arguments in ("{", "[1]", [1], 5, "5", "a"):
+    for arguments in ("{", "[1]", [1], 5, "5", "a", [], "[]", 0, "0", False):
         path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
             {"function": {"name": "add", "arguments": arguments}}]}]})
         with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: the arguments of a call must be a JSON object, not "):

@@ -68,8 +68,8 @@ with input_errors():                                            # an InputError 
     # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
     # and the next completion follows.
     player = Player(settings, tokenizer, folders.eos_ids)
-    # train_rows and held_out have a list of examples for each row, which is empty if the row is too long;
-    # eval_set is a list of held-out prompts.
+    # train_rows and held_out have a list of examples for each row, which is empty if the row is too long or
+    # has nothing to learn; eval_set is a list of held-out prompts.
     train_set, _, train_rows = load_examples(player, "train")
     _, eval_set, held_out = load_examples(player, "eval")
     turn = next(filter(None, train_rows))[-1]

@@ -346,7 +346,7 @@ class RunLog:
 
     def start(self, step):
         """Begin the line of a step, with the figures of its evaluation if a resumed run knows them."""
-        # state["evaluated"] is {"step": step, and the figures of its evaluation}. Checkpoints hold it too.
+        # state["evaluated"] is {"step": step, and the figures of its evaluation}. Checkpoints also hold it.
         if self.state["evaluated"].get("step") != step:
             self.state["evaluated"] = {"step": step}
         self.metrics = dict(self.state["evaluated"])
@@ -407,7 +407,7 @@ class RunLog:
         best_by = self.settings.get("best_by") or f"eval/mean@{k}"
         if len(failed) <= len(rollouts) / 10 and best_by in figures:
             self.state["eval_scores"][str(step)] = figures[best_by]
-        self.begun = copy.deepcopy(self.state)                  # a stop in this step saves these figures too
+        self.begun = copy.deepcopy(self.state)                  # a stop in this step also saves these figures
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         texts = [f"{key} {value:.3f}" for key, value in figures.items()]
         self.say("  ".join([f"step {step:3d}", *texts[:3]]))
@@ -543,9 +543,9 @@ def keep_code(settings, folder):
     paths += [ROOT / name for name in os.fsdecode(new).split("\0")]
     room = LIMIT
     for path in filter(os.path.isfile, paths):
-        content = Path(path).read_bytes()
-        if len(content) <= room:
-            room -= len(content)
+        code = Path(path).read_bytes()
+        if len(code) <= room:
+            room -= len(code)
             target = Path(f"{folder}/{path}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            target.write_bytes(code)

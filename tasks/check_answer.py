@@ -226,7 +226,7 @@ SPELLINGS = {
     ",": "、 &",
     " ": r"\, \; \: \quad \qquad ~",
     "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle \bf \bm \large"}
-# SIGNS gives the sign for each spelling. A function without its backslash has one too.
+# SIGNS gives the sign for each spelling. A function without its backslash also has one.
 SIGNS = {name: rf"\{name} " for name in FUNCTIONS}
 for sign, spellings in SPELLINGS.items():
     SIGNS |= dict.fromkeys(spellings.split(), sign)
@@ -365,7 +365,7 @@ LEFT = (r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?%?"
 DATE = f"{NUMBER}(?:(?:-{NUMBER})+|(?:/{NUMBER}){{2,}}|(?::{NUMBER})+)"
 JOINED = f"{DATE}(?:[,;]{DATE})*"
-# A row's answer is a worked solution if words stand beside each other in it and it has several lines or ends
+# A row's answer is a worked solution if words stand next to each other in it and it has several lines or ends
 # with a full stop. If it has eight words or more, its last sentence may have only one number, apart from
 # those such as 5th.
 SOLUTION = r"(?s)(?=.*[^\W\d_]{2},?\s+[^\W\d_]{2})(?=.*\n|.*[.!。]\s*$)"
@@ -379,11 +379,11 @@ THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
          r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
 # A text with words is no formula: its letters are no factors. Such a text has
-#     only letters, and three small ones in a row, one of e, i, o and u beside another, or three capitals with
+#     only letters, and three small ones in a row, one of e, i, o and u next to another, or three capitals with
 #     blanks between them: Bob, b a c, no, U U D;
-#     or a word of three letters or more beside another word or letter, or before a number: Bob has 3 dogs;
+#     or a word of three letters or more next to another word or letter, or before a number: Bob has 3 dogs;
 #     or such a word as a member of a list, unless that is a set in braces: yes, 5;
-#     or a letter of no Latin or Greek alphabet beside another letter;
+#     or a letter of no Latin or Greek alphabet next to another letter;
 #     or a number behind a chemical element: H2O.
 # So xy, mv^2, GMm and length = 5, width = 3 are formulas.
 LETTER = r"[^\W\d_]"

@@ -379,8 +379,8 @@ THOUSANDS = r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?"
 TOKEN = (r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|"
          r"\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
 # A text with words is no formula: its letters are no factors. Such a text has
-#     only letters, and three small ones in a row, one of e, i, o and u next to another, or three capitals with
-#     blanks between them: Bob, b a c, no, U U D;
+#     only letters, and three small ones in a row, one of e, i, o and u next to another, or three capitals
+#     with blanks between them: Bob, b a c, no, U U D;
 #     or a word of three letters or more next to another word or letter, or before a number: Bob has 3 dogs;
 #     or such a word as a member of a list, unless that is a set in braces: yes, 5;
 #     or a letter of no Latin or Greek alphabet next to another letter;

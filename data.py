@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 
 from configurator import InputError, is_of_library
-from runtime.chat_template import text_of_blocks
-from runtime.user_code import specs
+from options.chat_template import text_of_blocks
+from options.user_code import specs
 from tasks.generate_problems import generated_rows
 
 # The paths of files of rows, also in capitals. The files that come first describe a saved data set.

@@ -15,7 +15,7 @@ import data
 import rewards
 import rollout
 from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
-from episodes import Player
+from options.episodes import Player
 from runtime.model_folder import check_model, end_tokens, load_tokenizer, read_config
 from runtime.metrics import append, evaluated, evaluation_metrics, failures
 # ------------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Network(nn.Module):
                              "does with the critic")
         if self.adapters or dtype != torch.bfloat16:
             return
-        from lora import spread_masters
+        from options.lora import spread_masters
         for parameter in trained.values():
             whole = parameter.full_tensor()
             spread_masters([whole])
@@ -164,7 +164,7 @@ class Policy(Network):
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient.
 
-        If top_k restricts sampling, the softmax is over the tokens that were left (runtime/kept_sets.py).
+        If top_k restricts sampling, the softmax is over the tokens that were left (options/kept_sets.py).
         """
         logp, entropy = LogprobsFromHidden.apply(
             self.hidden_states(batch), self.head.weight, self.head.bias, batch.targets, temperature,
@@ -221,7 +221,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     P = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
     if any(hasattr(rollouts[s], "kept_ids") for s in chosen):
-        from runtime import kept_sets
+        from options import kept_sets
         for batch in batches:
             batch.kept = kept_sets.table(batch, rollouts)
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
@@ -439,7 +439,7 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
         if gradient_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if adapter:
-        from lora import adapt
+        from options.lora import adapt
         adapt(network, layers, *adapter)
     tensors = {}                                                # rank 0 has them, whole
     if dist.get_rank() == 0:

@@ -45,7 +45,7 @@ class MicroBatch:
     sequences: list              # S triples (s, tokens, total), the first fields of each Sequence, in order
     lengths: list                # S numbers: how many sampled tokens each sequence has; they sum to C
     # If top_k restricts sampling, the tokens that each sampled token was drawn from, int32 [C, largest set]
-    # (runtime/kept_sets.py).
+    # (options/kept_sets.py).
     kept: torch.Tensor = None
     # An attention.Cut if this rank has only a part of the row. Then input_ids and position_ids are
     # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.

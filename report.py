@@ -4,7 +4,7 @@ One HTML page of a run, or of several for comparison: curves, samples, settings,
     python report.py out/grpo-algebra-...               # writes report.html into the folder
     python report.py out/run0 out/run1 out/run2         # into the first; runs are named by what differs
 
-The page needs neither a network nor a server. runtime/report.html is its template, and runtime/health.py has
+The page needs neither a network nor a server. runtime/report.html is its template, and options/health.py has
 the rules of health. Of a long run the page shows a part: curves are thinned out, but keep their peaks, and
 samples are those of evenly spaced steps.
 """
@@ -18,7 +18,7 @@ import sys
 from operator import itemgetter
 from pathlib import Path
 
-from runtime.health import findings, series
+from options.health import findings, series
 
 # These numbers of points and of bytes of samples keep a page under 5 MB.
 POINTS, SAMPLE_BYTES = 60_000, 3_200_000

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from configurator import InputError
 from tasks.check_answer import check_answer, content, extract_answer
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
+from options.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
                                logging_into, name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Scorer:
             player.score_ended = self._score_ended
         if s.reward_model:
             # Only the runs that use a reward model import this.
-            from runtime.reward_model import RewardModel
+            from options.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
         only_reward = [(Reward("accuracy", accuracy), None)]    # the own reward of algebra and arithmetic
         # Such a run only compares numbers, and runs no code of the user's that might hang or raise.
@@ -555,7 +555,7 @@ class Scorer:
 def agent_scores(environments):
     """Return the score that each agent returned for its episode: the reward of a run with an agent.
 
-    environments: the endpoint.AgentSessions, which stand where a reward finds environments otherwise.
+    environments: the agents.AgentSessions, which stand where a reward finds environments otherwise.
     """
     return [session.score for session in environments]
 

@@ -33,10 +33,10 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from episodes import OpenEpisodes, Player
+from options.episodes import OpenEpisodes, Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs)
-from placement import Bridge, kept_ahead, sample_for_trainers, staleness
+from options.placement import Bridge, kept_ahead, sample_for_trainers, staleness
 from runtime.run import Run, check_run
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first

@@ -31,7 +31,7 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from episodes import Player
+from options.episodes import Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs)
 from runtime.run import Run

@@ -28,7 +28,7 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from episodes import Player
+from options.episodes import Player
 from model import (deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs, token_values)
 from runtime.run import Run

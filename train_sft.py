@@ -20,7 +20,7 @@ import data
 import rewards
 import rollout
 from configurator import configure, input_errors
-from episodes import Player
+from options.episodes import Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, make_optimizer, micro_batches, open_folders,
                    set_rates)
 from runtime.run import Run

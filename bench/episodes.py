@@ -20,7 +20,7 @@ import rollout
 from config import shared
 from configurator import configure
 from data import encode_rows
-from episodes import Player
+from options.episodes import Player
 from runtime import distributed
 from runtime.model_folder import load_tokenizer
 from tiny import pretrain

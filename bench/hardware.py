@@ -7,7 +7,7 @@ How much memory of a GPU a run takes, by the size of its model: the table in REA
 The models are the dense ones of Qwen3, with the numbers of their published configs. Only configs are made, so
 this takes seconds and needs no network. The settings are those of config/tasks/gsm8k.py.
 
-A figure is what runtime/memory.py forecasts for each GPU, in GB: the peak of an update, or what sampling takes
+A figure is what options/memory.py forecasts for each GPU, in GB: the peak of an update, or what sampling takes
 if that is more. vLLM takes the share of the GPU that vllm_gpu_memory_utilization allows, whatever it needs.
 Here it gets room for its copy of the weights and for the keys and values of 32 completions of full length;
 with less room it samples fewer of them at a time. The forecast counts tensors. CUDA, NCCL and vLLM's graphs
@@ -20,7 +20,7 @@ import tempfile
 from transformers import Qwen3Config
 
 from configurator import configure, read_block
-from runtime import memory
+from options import memory
 
 # hidden_size, intermediate_size, layers, heads of queries, and whether the output head is the embedding
 SIZES = {"0.6 B": (1024, 3072, 28, 16, True), "1.7 B": (2048, 6144, 28, 16, True),

@@ -36,7 +36,7 @@ import rollout
 from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed
-from runtime.memory import forecast
+from options.memory import forecast
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights

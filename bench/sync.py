@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from configurator import check, configure
 from model import load_policy
-from placement import Bridge
+from options.placement import Bridge
 from rollout import engine_class
 from runtime import distributed
 from tiny import pretrain

@@ -22,11 +22,11 @@ import data
 import rewards
 import rollout
 from configurator import configure
-from episodes import Player
+from options.episodes import Player
 from model import schedule
 from runtime.model_folder import check_model, end_tokens, load_tokenizer
 from runtime.metrics import evaluation_metrics
-from runtime.user_code import load_from
+from options.user_code import load_from
 # ------------------------------------------------------------------------------------------------------------
 # as in train_grpo.py
 model = "tiny"

@@ -66,7 +66,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from configurator import fail, tell_launcher
-from runtime.user_code import closing, make_lenient
+from options.user_code import closing, make_lenient
 
 # What is imported by now will never be garbage. Otherwise Python would look through all of it again and again
 # while it imports transformers, which would take a tenth to a quarter of the time of all imports.

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError
-from runtime import checkpoint, distributed, health
-from runtime.user_code import source_of, specs
+from options import health
+from runtime import checkpoint, distributed
+from options.user_code import source_of, specs
 from tasks.check_answer import comparison, content, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]

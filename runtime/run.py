@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, is_of_library,
                           overridden, printable, reading)
 from runtime import checkpoint, distributed, metrics
-from runtime.memory import forecast_note
+from options.memory import forecast_note
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",

@@ -44,7 +44,7 @@ def start_forkserver():
         ensure_running()
     # Where Python is told to write no bytecode, each process would compile them again. With a checksum in it
     # the code of a file that has changed is never taken.
-    for name in ("", "config", "environments", "runtime", "tasks", "tiny"):
+    for name in ("", "config", "environments", "options", "runtime", "tasks", "tiny"):
         compileall.compile_dir(os.path.join(ROOT, name), maxlevels=0, quiet=2,
                                invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 

@@ -5,7 +5,7 @@ Schedules of train_async.py by seed: a whole run in one process, in which a seed
     python tests/schedules.py --first=123 --count=1     # one of them, with what happened in it
     python tests/schedules.py --faults                  # after how many schedules is each fault of FAULTS found?
 
-train_async.py, placement.py, episodes.py, rollout.Engine, the serving of VLLMEngine, and runtime/run.py are
+train_async.py, options/placement.py, options/episodes.py, rollout.Engine, the serving of VLLMEngine, and runtime/run.py are
 the real ones. These are stand-ins: torch.distributed, threads, queues, signals, the clock and the disk; the
 model, whose weights are one number; what an engine's step samples; rewards, environments and agents.
 
@@ -61,7 +61,7 @@ import data
 import rollout
 from runs import announced
 from runtime import checkpoint, metrics
-from runtime.user_code import Failed, TimeUp
+from options.user_code import Failed, TimeUp
 from weights import checksum
 
 MANY = 100_000                  # a schedule with that many switches goes round in circles
@@ -161,7 +161,7 @@ class World:
         self.over = locked()
         self.groups = {}
         self.strict = rng.random() < 0.5    # whether a sender waits until its message has been taken
-        self.fine = rng.random() < 0.15     # whether actors may be switched at any line of placement.py
+        self.fine = rng.random() < 0.15     # whether actors may be switched at any line of options/placement.py
         self.endings = []                   # texts: what has ended this start, apart from its last step
         self.last_step = None               # with which a run that was asked to stop may end at most
         self.events = [dict(event) for event in plan.events]
@@ -1329,32 +1329,32 @@ def first_failure(modules, seeds):
 
 # Faults to put into the code by hand: (what is wrong, the file, the text that is replaced, what replaces it).
 FAULTS = (
-    ("a message for a later step is dropped", "placement.py",
+    ("a message for a later step is dropped", "options/placement.py",
      "self.received[engine, next_key] = next_rollouts", "self.received[engine, key] = next_rollouts"),
-    ("max_staleness is over by one", "placement.py",
+    ("max_staleness is over by one", "options/placement.py",
      "number <= version + s.max_staleness and", "number <= version + s.max_staleness + 1 and"),
-    ("max_staleness is under by one", "placement.py",
+    ("max_staleness is under by one", "options/placement.py",
      "number <= version + s.max_staleness and", "number < version + s.max_staleness + (not s.max_staleness) and"),
-    ("a queue is popped twice", "placement.py",
+    ("a queue is popped twice", "options/placement.py",
      "            arrived, named_tensors = self.arrived.get()",
      "            self.arrived.get()\n            arrived, named_tensors = self.arrived.get()"),
-    ("weights are announced before they are sent", "placement.py",
+    ("weights are announced before they are sent", "options/placement.py",
      "        for name, value in engine_weights(",
      "        self.tell((\"complete\", version))\n        for name, value in engine_weights("),
-    ("weights are announced before the last of them is heard", "placement.py",
+    ("weights are announced before the last of them is heard", "options/placement.py",
      "                if kind == \"tensor\":\n                    name, shape, dtype = details\n",
      "                if kind == \"tensor\":\n                    name, shape, dtype = details\n"
      "                    self.newest += not named_tensors\n"
      "                    self.arrived.put((self.newest, named_tensors))\n"),
     ("weights get the number of the step before", "train_async.py",
      "update_weights(policy, step + 1)", "update_weights(policy, step)"),
-    ("the last weights of a sync are not sent", "placement.py",
+    ("the last weights of a sync are not sent", "options/placement.py",
      "            elif self.speaks:\n", "            elif self.speaks and name != \"weight2\":\n"),
-    ("an engine does not ignore SIGTERM", "placement.py",
+    ("an engine does not ignore SIGTERM", "options/placement.py",
      "for number in distributed.STOPPING:", "for number in (signal.SIGINT,):"),
-    ("the second engine does not hear the end", "placement.py",
+    ("the second engine does not hear the end", "options/placement.py",
      "while kind != \"end\":", "while kind != \"end\" or self.engine == 1:"),
-    ("the trainers do not end the engines", "placement.py",
+    ("the trainers do not end the engines", "options/placement.py",
      "        self.tell((\"end\",))", "        pass"),
     ("an engine resumes with the next step", "train_async.py",
      "clock, run.first_step, run.state", "clock, run.first_step + (run.first_step > 0), run.state"),
@@ -1363,37 +1363,37 @@ FAULTS = (
     ("the trainers' prompts do not count those that are too long", "train_async.py",
      "prompts, run.state[\"position\"] = train_set.draw(run.state[\"position\"], prompts_per_step, seed)",
      "prompts, _ = train_set.draw(step * prompts_per_step, prompts_per_step, seed)"),
-    ("engines sample again what a checkpoint holds", "placement.py",
+    ("engines sample again what a checkpoint holds", "options/placement.py",
      "if (\"step\", number) not in sampled:", "if True:"),
     ("a checkpoint holds one step too few", "train_async.py",
      "next_step + max_staleness, max_steps", "next_step + max_staleness - 1, max_steps"),
     ("a checkpoint waits for what cannot come", "train_async.py",
      "next_step + max_staleness, max_steps", "next_step + max_staleness + 2, max_steps"),
-    ("what was sampled with other settings is kept", "placement.py",
+    ("what was sampled with other settings is kept", "options/placement.py",
      "if not (steps and same):", "if not steps:"),
     ("what was sampled ahead is not taken", "train_async.py",
      "    bridge.sampled |= kept_ahead(run, settings)\n", ""),
-    ("steps that were sampled ahead change places", "placement.py",
+    ("steps that were sampled ahead change places", "options/placement.py",
      "for i, step in enumerate(steps)}", "for i, step in enumerate(reversed(steps))}"),
-    ("an engine in flight does not wait for the next weights", "placement.py",
+    ("an engine in flight does not wait for the next weights", "options/placement.py",
      "version = max(version, bridge.newest)", "version = bridge.newest"),
-    ("seeds depend on the number of engines", "placement.py",
+    ("seeds depend on the number of engines", "options/placement.py",
      "for i in range(first, end)]", "for i in range(end - first)]"),
-    ("rollouts of the last engine come first", "placement.py",
+    ("rollouts of the last engine come first", "options/placement.py",
      "rollouts += self.received.pop((engine, key))", "rollouts = self.received.pop((engine, key)) + rollouts"),
-    ("a message does not wait in memory", "placement.py",
+    ("a message does not wait in memory", "options/placement.py",
      "self.sent.append((self.gloo.send([tensor], 0, 0), tensor))", "self.gloo.send([tensor], 0, 0)"),
-    ("rollouts are taken for good", "placement.py",
+    ("rollouts are taken for good", "options/placement.py",
      "        self.sampled.pop(key, None)\n", ""),
     ("an engine tells nobody that it is ready", "train_async.py",
      "    bridge.send(\"ready\", 0, [])\n", ""),
-    ("an adapter's engine begins with the initial model", "placement.py",
+    ("an adapter's engine begins with the initial model", "options/placement.py",
      "    if s.lora_rank and version:  ", "    if s.lora_rank and version < 0:  "),
     ("a signal stops only the rank that gets it", "runtime/run.py",
      "if any(distributed.gathered([self.signalled_at is not None])):", "if self.signalled_at is not None:"),
     ("a lost connection is an error also at the end", "runtime/distributed.py",
      "        time.sleep(0.5)\n", ""),
-    ("an agent that waits is not answered", "episodes.py",
+    ("an agent that waits is not answered", "options/episodes.py",
      "if episode.asking and episode.asking.future.cancelled()])", "if episode.asking])"),
     ("ranks of an engine get its weights at different steps", "rollout.py",
      "if version != self.version:", "if version > self.version + 1:"),

@@ -24,10 +24,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import endpoint
+from options import agents
 import runs
-from episodes import OpenEpisodes
-from placement import staleness
+from options.episodes import OpenEpisodes
+from options.placement import staleness
 from rewards import Scorer
 from rollout import as_arrays, from_arrays
 from runtime.metrics import rollout_metrics
@@ -319,8 +319,8 @@ def test_a_message_is_read_once_per_request(write, monkeypatch):
             for turn in range(20):
                 messages += [ask(base_url, api_key, messages), user(str(turn))]
     """)
-    read, for_template = [], endpoint.for_template
-    monkeypatch.setattr(endpoint, "for_template", lambda messages: read.extend(messages) or for_template(messages))
+    read, for_template = [], agents.for_template
+    monkeypatch.setattr(agents, "for_template", lambda messages: read.extend(messages) or for_template(messages))
     plays = player(agent)
     (r,) = played(plays, [[f"{turn}<|end|>" for turn in range(20)]])
     assert r.counts["rows"] == 1 and len(r.spans) == 20 and len(r.completion) == 39
@@ -448,7 +448,7 @@ def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, wo
 
     def late_step():
         """Samples nothing until all have asked, and then have left, as the endpoint's thread has noticed."""
-        asking = [session.episode.asking for session in endpoint.SESSIONS.values()]
+        asking = [session.episode.asking for session in agents.SESSIONS.values()]
         if not leave.is_set() and None in asking:
             time.sleep(0.01)
             return []
@@ -675,9 +675,9 @@ def test_another_episodes_key_and_sockets_that_never_close(write):
     plays = player(agent, max_environments=1)
     first, second = played(plays, [["abc<|end|>"], ["d<|end|>"]], n=2)
     assert parts_of(first)[1:] == ["abc<|end|>"] and parts_of(second)[1:] == ["d<|end|>"]
-    assert second.score == 1.0 and endpoint.SESSIONS == {}
-    assert endpoint.start().startswith("http://127.0.0.1:")
-    port = int(endpoint.start().split(":")[2].split("/")[0])
+    assert second.score == 1.0 and agents.SESSIONS == {}
+    assert agents.start().startswith("http://127.0.0.1:")
+    port = int(agents.start().split(":")[2].split("/")[0])
     with pytest.raises(OSError):                                # it listens on one address
         socket.create_connection(("127.0.0.2", port), timeout=2)
 
@@ -704,17 +704,17 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
     """)
     plays = player(agent)
     its, found = plays.make.__globals__, {}
-    address = "127.0.0.1", int(endpoint.start().split(":")[2].split("/")[0])
+    address = "127.0.0.1", int(agents.start().split(":")[2].split("/")[0])
 
     def second(key):
         try:
-            its["ask"](endpoint.start(), key, [its["user"]("b")])
+            its["ask"](agents.start(), key, [its["user"]("b")])
         except urllib.error.HTTPError as error:
             found["code"], found["told"] = error.code, json.load(error)["error"]["message"]
 
     class Late(Says):
         def step(self):
-            (key, episode), = endpoint.SESSIONS.items()
+            (key, episode), = agents.SESSIONS.items()
             found["episode"] = weakref.ref(episode)
             found["half"] = socket.create_connection(address)
             found["half"].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
@@ -760,9 +760,9 @@ def test_a_request_that_comes_while_its_episode_ends_is_refused(monkeypatch):
         return b"{}"
 
     episode = SimpleNamespace(mail=SimpleQueue())
-    monkeypatch.setattr(endpoint, "SESSIONS", type("Ending", (dict,), {"get": lambda self, key: episode})())
+    monkeypatch.setattr(agents, "SESSIONS", type("Ending", (dict,), {"get": lambda self, key: episode})())
     request = SimpleNamespace(headers={"Authorization": "Bearer x"}, method="POST", read=read)
-    assert asyncio.run(asyncio.wait_for(endpoint.handle(request), 10)).status == 401
+    assert asyncio.run(asyncio.wait_for(agents.handle(request), 10)).status == 401
 
 
 # ---------------------------------------------------------------- docs/agents.md
@@ -869,7 +869,7 @@ def test_what_a_run_refuses(tmp_path, write, reward_file):
 def test_no_other_run_opens_the_endpoint(tmp_path):
     """Nor does a Player without an agent."""
     (tmp_path / "plays.py").write_text(
-        "import sys\nfrom test_episodes import player\nplayer('')\nassert 'endpoint' not in sys.modules\n")
+        "import sys\nfrom test_episodes import player\nplayer('')\nassert 'options.agents' not in sys.modules\n")
     runs.forked(tmp_path / "log", tmp_path / "plays.py")
 
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers.normalizers import NFKC
 
 from tiny import pretrain
-from runtime.chat_template import CUT, Template, tool_call, turn_of
+from options.chat_template import CUT, Template, tool_call, turn_of
 from runtime.model_folder import SHIPPED, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {

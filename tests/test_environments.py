@@ -15,10 +15,10 @@ import torch
 
 import data
 import runs
-from episodes import Player
+from options.episodes import Player
 from rewards import Scorer
 from runtime import model_folder
-from runtime.user_code import UserProcess
+from options.user_code import UserProcess
 from runs import ROOT, begin, finish, forked, jobs, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
 from test_survive import count_lines, wait_for

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 
 import configurator
 import data
-import episodes
+from options import episodes
 import rewards
 import rollout
-from conversation import Conversation
+from options.conversation import Conversation
 from tiny import pretrain
 from rewards import Scorer
 from rollout import Answer, Request
 from runs import ROOT, jobs, requests, shut_down
-from runtime import user_code
+from options import user_code
 from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from model import load_critic, load_policy, micro_batches
 from rollout import Rollout
 from runs import forked, on_ranks, refused
-from runtime import memory
-from runtime.memory import forecast, forecast_note, sizes
+from options import memory
+from options.memory import forecast, forecast_note, sizes
 
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
                 entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",

@@ -13,8 +13,8 @@ import data
 import runs
 from runs import load_rows, on_ranks, shut_down
 import rollout
-from episodes import Player, OpenEpisodes
-from in_flight import InFlightSampler
+from options.episodes import Player, OpenEpisodes
+from options.in_flight import InFlightSampler
 from rollout import Request, Rollout
 from test_episodes import SETTINGS, TOKENIZER
 from test_placement import gap
@@ -401,5 +401,5 @@ def test_ranks_agree_on_the_first_groups(folder, mesh, tmp_path):
 
 def test_no_other_run_opens_the_sampler(tmp_path):
     (tmp_path / "opens.py").write_text(
-        "import sys\nimport episodes, placement, rollout\nfrom runtime import run\nassert 'in_flight' not in sys.modules\n")
+        "import sys\nimport rollout\nfrom options import episodes, placement\nfrom runtime import run\nassert 'options.in_flight' not in sys.modules\n")
     runs.forked(tmp_path / "log", tmp_path / "opens.py")

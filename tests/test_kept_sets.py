@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rollout
-from lora import merge
+from options.lora import merge
 from model import load_policy, micro_batches
 from packing import pack
 from runs import ROOT, forked
-from runtime import kept_sets
+from options import kept_sets
 from test_lora import SMALL, adapted
 from test_model import keep, plain_logps, random_sets
 from test_packing import episode, random_parts, random_rows, rows_of_parts
@@ -126,7 +126,7 @@ def test_logprobs_and_gradients_are_those_of_a_slow_softmax(folder, mesh, rank):
 
 def test_a_run_without_top_k_never_opens_the_file(folder, reward_file, tmp_path):
     files = shutil.copytree(ROOT, tmp_path / "files", ignore=shutil.ignore_patterns(".*", "out", "tests", "docs"))
-    os.remove(files / "runtime" / "kept_sets.py")
+    os.remove(files / "options" / "kept_sets.py")
     forked(tmp_path / "log", "train_grpo.py", reward_file, *(
         f"--{key}={value}" for key, value in (SMALL | {"model": folder, "lora_rank": 0, "max_steps": 1}).items()),
         root=files)

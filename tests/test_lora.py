@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
-import lora
+from options import lora
 import rollout
 import runs
 from bench.models import make
@@ -295,7 +295,7 @@ def test_a_reference_that_is_named_is_loaded(folder, reward_file, tmp_path):
 def test_a_run_without_adapters_never_opens_their_file(folder, reward_file, tmp_path):
     left_out = shutil.ignore_patterns(".*", "out", "tests", "docs")
     files = shutil.copytree(ROOT, tmp_path / "files", ignore=left_out)
-    os.remove(files / "lora.py")
+    os.remove(files / "options/lora.py")
     forked(tmp_path / "log", "train_grpo.py", reward_file, *(
         f"--{key}={value}" for key, value in (SMALL | {"model": folder, "lora_rank": 0}).items()), root=files)
 

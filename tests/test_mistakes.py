@@ -11,7 +11,7 @@ import attention
 from configurator import InputError, input_errors, reading
 from model import load_policy
 from runs import forked, with_defaults
-from runtime.user_code import load_from
+from options.user_code import load_from
 from test_changes import changed, small
 from test_train_episodes import SMALL, TOOLS
 

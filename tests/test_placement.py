@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from runtime import checkpoint
-import placement
+from options import placement
 import runs
 from rollout import Rollout, as_arrays, from_arrays
 from runs import begin, begin_torchrun, finish, forked, kept_rollouts, lines, refused, with_defaults

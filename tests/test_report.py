@@ -13,7 +13,7 @@ import pytest
 
 import report
 from runs import launch
-from runtime import health
+from options import health
 
 GAP, ZERO_STD = "sampling/sampling_logp_difference/mean", "frac_reward_zero_std"
 

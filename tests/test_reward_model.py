@@ -15,11 +15,11 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 
 import data
 import rewards
-from episodes import Player
+from options.episodes import Player
 from tiny import pretrain
 from model import load_critic
 from rollout import Rollout
-from runtime.reward_model import RewardModel
+from options.reward_model import RewardModel
 from runs import forked, load_rows, refused
 
 ROWS = load_rows("algebra", "train", 64)

@@ -22,12 +22,12 @@ from transformers import AutoTokenizer
 import data
 from runs import load_rows
 import rewards
-from episodes import Player
+from options.episodes import Player
 from losses import group_std
 from rollout import Rollout
-from runtime import reward_model, user_code
+from options import reward_model, user_code
 from runtime.metrics import evaluation_metrics, part_means, rollout_metrics
-from runtime.user_code import UserProcess, load_from
+from options.user_code import UserProcess, load_from
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
 
@@ -164,7 +164,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])
 def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
-    monkeypatch.setattr("runtime.user_code.STARTED_IN", str(tmp_path))
+    monkeypatch.setattr("options.user_code.STARTED_IN", str(tmp_path))
     write(tmp_path / "my_reward.py", "CONSTANT = 1", "def helper(): pass", "def reward(completions): pass")
     write(tmp_path / "broken.py", "1 / 0")
     write(tmp_path / "syntax.py", "def reward(:")
@@ -1085,7 +1085,7 @@ def test_a_weight_without_effect_is_refused(scorer, tmp_path):
 
 LOOPS = """
 import asyncio, sys, threading
-from runtime.user_code import outcome
+from options.user_code import outcome
 sys.setswitchinterval(1e-6)
 loops, barrier = set(), threading.Barrier(64)
 async def running():
@@ -1107,7 +1107,7 @@ def test_async_functions_that_begin_together_share_a_loop():
 
 WAITING = """
 import asyncio, threading, time
-from runtime.user_code import run_async
+from options.user_code import run_async
 barrier = threading.Barrier(64)
 async def gather():
     return await asyncio.gather(*[asyncio.to_thread(barrier.wait, 20) for _ in range(64)])

@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from losses import group_std
 from rollout import Rollout
 from runs import ROOT, launch, lines, on_ranks
-from runtime import health, metrics
+from options import health
+from runtime import metrics
 from runtime.metrics import RunLog, rewind, rollout_metrics
 from runtime.run import Run, opening
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import config.shared
 import data
 from bench import worked
-from episodes import Player
+from options.episodes import Player
 from tasks.examples import draw, load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer

@@ -14,7 +14,7 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
             close()          if it exists, or else release(), is called at the end of the run
 
 Functions become tools as well, with or without a class: --tools=my_tools.py:search. Instead of an
-environment an agent may play, --agent=my_agent.py:solve (endpoint.py). A single answer is an episode of one
+environment an agent may play, --agent=my_agent.py:solve (agents.py). A single answer is an episode of one
 turn without an environment; train_async.py plays its answers here.
 
     Episode         is one episode. Its generator yields each request to the engine, and calls of your code.
@@ -33,9 +33,9 @@ import numpy as np
 from transformers.utils import get_json_schema
 
 from configurator import InputError
-from conversation import Conversation
-from runtime.chat_template import Template, result_of
-from runtime.user_code import (STARTED_IN, Failed, ThreadPerCall, TimeUp, accepted, as_float, closing,
+from options.conversation import Conversation
+from options.chat_template import Template, result_of
+from options.user_code import (STARTED_IN, Failed, ThreadPerCall, TimeUp, accepted, as_float, closing,
                                load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Engine, Request, Rollout, stop_strings, text_of
 
@@ -53,10 +53,10 @@ class Episode:
     conversation   the episode as tokens
     finish_reason  "" as long as the episode goes on; Player.play lists the other values
     instance       the instance of the environment that plays, or None
-    session        the endpoint.AgentSession of the agent that plays, or None. It sets asking. At the end it
+    session        the agents.AgentSession of the agent that plays, or None. It sets asking. At the end it
                    also sets conversation, in which it joins the agent's sequences of tokens; the prompt in
                    row, which is that of the sequence with the most sampled tokens; and finish_reason.
-    asking         the endpoint.Question of the agent that the engine is answering, or None
+    asking         the agents.Question of the agent that the engine is answering, or None
     rewards, counts, extra    as in rollout.Rollout
     """
 
@@ -292,7 +292,7 @@ class Player:
                     For an agent it is the agent's function. None says that single answers are sampled, so it
                     also tells whether episodes are played.
     stop            the strings that end a turn
-    session_class   endpoint.AgentSession if an agent plays, otherwise None
+    session_class   agents.AgentSession if an agent plays, otherwise None
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
     reward_part     the part of the score that the environment gives, called as its class, or "" for none
@@ -330,7 +330,7 @@ class Player:
         # with an agent the AgentSession, which has the agent's score.
         self.score_ended = None
         if settings.agent:
-            from endpoint import AgentSession       # here, because only runs with an agent need its packages
+            from options.agents import AgentSession    # only runs with an agent need its packages
             self.key = f"agent={settings.agent}"
             self.make = load_from(settings.agent, "agent", "function")
             self.session_class = AgentSession

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from configurator import InputError, reading
-from runtime.chat_template import broken_up
+from options.chat_template import broken_up
 from runtime.model_folder import check_loaded, check_model, load_tokenizer
 
 

@@ -15,7 +15,7 @@ in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 import torch.distributed as dist
 
 from configurator import InputError
-from episodes import OpenEpisodes
+from options.episodes import OpenEpisodes
 from rollout import Sampler, jobs_for
 from runtime import distributed
 

@@ -2,7 +2,7 @@
 A conversation as a row of tokens in the making: a prompt, the turns of the policy as they were sampled, and
 between them what an environment or an agent says. No token is ever encoded a second time.
 
-episodes.py and endpoint.py play conversations. A script of your own may do so as well, with any engine:
+episodes.py and agents.py play conversations. A script of your own may do so as well, with any engine:
 
     conversation = Conversation(request, template)
     answer = ...                        # what an engine samples for conversation.request(1)
@@ -16,7 +16,7 @@ class Conversation:
     """A row of tokens to which turns and replies are added.
 
     first       the rollout.Request for the first turn; its max_tokens counts all tokens after the prompt
-    template    a runtime.chat_template.Template, which only add_reply needs
+    template    a options.chat_template.Template, which only add_reply needs
     max_length  how many tokens the row may have
     ids         the tokens of the row so far
     messages    the turns and replies so far, as messages; the prompt is not among them

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from conversation import Conversation
-from runtime.chat_template import Template, call_id, read_call, tool_call
-from runtime.user_code import Failed, TimeUp, outcome, shown
+from options.conversation import Conversation
+from options.chat_template import Template, call_id, read_call, tool_call
+from options.user_code import Failed, TimeUp, outcome, shown
 
 # {a role of OpenAI's messages: what chat templates call it}
 TEMPLATE_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",

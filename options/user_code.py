@@ -140,7 +140,7 @@ def users_traceback(error):
     """Return the traceback of an error that code of the user's has raised, from the first line of this code
     on."""
     entry = error.__traceback__
-    above = "runtime.", "concurrent.", "importlib."             # this file, and what it calls the code by
+    above = "options.", "concurrent.", "importlib."                        # this file, and what it calls the code by
     while entry and entry.tb_frame.f_globals["__name__"].startswith(above):
         entry = entry.tb_next
     return "".join(traceback.format_exception(type(error), error, entry))
@@ -328,7 +328,7 @@ class UserProcess:
         self.pipe, theirs = Pipe()
         # With -m instead, multiprocessing would import the module again in each process that the user's
         # function starts.
-        program = (f"import sys; sys.path[:] = {sys.path!r}; from runtime.user_code import answer_calls; "
+        program = (f"import sys; sys.path[:] = {sys.path!r}; from options.user_code import answer_calls; "
                    f"answer_calls({theirs.fileno()})")
         # In a session of its own the process gets no Ctrl-C, so that the run can finish its step.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],

@@ -140,7 +140,7 @@ def users_traceback(error):
     """Return the traceback of an error that code of the user's has raised, from the first line of this code
     on."""
     entry = error.__traceback__
-    above = "options.", "concurrent.", "importlib."                        # this file, and what it calls the code by
+    above = "options.", "concurrent.", "importlib."             # this file, and what it calls the code by
     while entry and entry.tb_frame.f_globals["__name__"].startswith(above):
         entry = entry.tb_next
     return "".join(traceback.format_exception(type(error), error, entry))

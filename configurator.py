@@ -9,10 +9,13 @@ written stops the script, because a typo must not cost a training run. check_val
 end of this file, which say what is refused.
 """
 import ast
+import atexit
 import contextlib
 import difflib
+import functools
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -24,6 +27,11 @@ import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
+# The folder in which the run was started. Code of the user's may change the current folder.
+STARTED_IN = os.getcwd()
+# closing.callback(function) has a function called as the process ends, unless it is killed.
+closing = contextlib.ExitStack()
+atexit.register(closing.close)
 # The settings that config files or the command line have set: {setting: the script's default}.
 overridden = {}
 KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
@@ -114,6 +122,27 @@ def printable(text):
             character = ascii(character)[1:-1]
         characters.append(character)
     return "".join(characters)
+
+
+def make_lenient():
+    """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have.
+
+    What such a console would have shown goes to the null device.
+    """
+    def lenient(descriptor, method, *text):
+        try:
+            return method(*text)
+        except (OSError, ValueError):
+            os.dup2(null.fileno(), descriptor)
+
+    null = open(os.devnull, "w")
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name) or null                     # None if it was closed when the process began
+        setattr(sys, name, stream)
+        if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+            stream.write = functools.partial(lenient, descriptor, stream.write)
+            stream.flush = functools.partial(lenient, descriptor, stream.flush)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -219,6 +248,23 @@ def configure(namespace, argv=None, choices={}):
         overridden[key] = default
     namespace.update(settings)
     return SimpleNamespace(**settings)
+
+
+def source_of(spec):
+    """Return where a spec loads from: a module, or a file's path in STARTED_IN or else in the project."""
+    path = spec
+    if not spec.endswith(".py"):
+        path = spec.rpartition(":")[0]
+    if not path.endswith(".py"):
+        return path
+    here = os.path.join(STARTED_IN, path)
+    project = os.path.dirname(__file__)
+    return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
+
+
+def specs(text):
+    """Return the specs in a setting such as "file.py:name,other.py:name"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 # ------------------------------------------------------------------------------------------------------------

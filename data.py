@@ -30,9 +30,8 @@ from typing import NamedTuple
 
 import torch
 
-from configurator import InputError, is_of_library
+from configurator import InputError, is_of_library, specs
 from options.chat_template import text_of_blocks
-from options.user_code import specs
 from tasks.generate_problems import generated_rows
 
 # The paths of files of rows, also in capitals. The files that come first describe a saved data set.

@@ -20,10 +20,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from configurator import InputError
+from configurator import STARTED_IN, InputError, source_of, specs
 from tasks.check_answer import check_answer, content, extract_answer
-from options.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
-                               logging_into, name_of, outcome, shown, source_of, specs)
+from options.user_code import (Failed, TimeUp, UserProcess, accepted, as_float, load_from, logging_into,
+                               name_of, outcome, shown)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the columns of the rows, all of them lists. As

@@ -32,11 +32,11 @@ from threading import Semaphore
 import numpy as np
 from transformers.utils import get_json_schema
 
-from configurator import InputError
+from configurator import STARTED_IN, InputError, closing, specs
 from options.conversation import Conversation
 from options.chat_template import Template, result_of
-from options.user_code import (STARTED_IN, Failed, ThreadPerCall, TimeUp, accepted, as_float, closing,
-                               load_from, logging_into, name_of, outcome, shown, specs)
+from options.user_code import (Failed, ThreadPerCall, TimeUp, accepted, as_float, load_from, logging_into,
+                               name_of, outcome, shown)
 from rollout import Answer, Engine, Request, Rollout, stop_strings, text_of
 
 in_thread = ThreadPerCall().submit      # calls a function in a thread of its own, and returns a Future

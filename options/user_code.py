@@ -9,13 +9,11 @@ in limited time.
                    what they do to signals, the current folder or the interpreter stays in that process
 """
 import asyncio
-import atexit
 import contextlib
 import ctypes
 import functools
 import importlib.util
 import inspect
-import io
 import os
 import signal
 import subprocess
@@ -27,31 +25,7 @@ import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
-from configurator import InputError
-
-# The folder in which the run was started. Code of the user's may change the current folder.
-STARTED_IN = os.getcwd()
-# closing.callback(function) has a function called as the process ends, unless it is killed.
-closing = contextlib.ExitStack()
-atexit.register(closing.close)
-
-
-def source_of(spec):
-    """Return where a spec loads from: a module, or a file's path in STARTED_IN or else in the project."""
-    path = spec
-    if not spec.endswith(".py"):
-        path = spec.rpartition(":")[0]
-    if not path.endswith(".py"):
-        return path
-    here = os.path.join(STARTED_IN, path)
-    project = os.path.dirname(os.path.dirname(__file__))
-    return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
-
-
-def specs(text):
-    """Return the specs in a setting such as "file.py:name,other.py:name"."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
+from configurator import InputError, closing, make_lenient, source_of
 
 @functools.cache
 def module_of(path):
@@ -263,27 +237,6 @@ class ThreadPerCall(ThreadPoolExecutor):
 
         threading.Thread(target=run, daemon=True).start()
         return future
-
-
-def make_lenient():
-    """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have.
-
-    What such a console would have shown goes to the null device.
-    """
-    def lenient(descriptor, method, *text):
-        try:
-            return method(*text)
-        except (OSError, ValueError):
-            os.dup2(null.fileno(), descriptor)
-
-    null = open(os.devnull, "w")
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name) or null                     # None if it was closed when the process began
-        setattr(sys, name, stream)
-        if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
-            stream.write = functools.partial(lenient, descriptor, stream.write)
-            stream.flush = functools.partial(lenient, descriptor, stream.flush)
 
 
 class UserProcess:

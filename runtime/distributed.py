@@ -65,8 +65,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from configurator import fail, tell_launcher
-from options.user_code import closing, make_lenient
+from configurator import closing, fail, make_lenient, tell_launcher
 
 # What is imported by now will never be garbage. Otherwise Python would look through all of it again and again
 # while it imports transformers, which would take a tenth to a quarter of the time of all imports.

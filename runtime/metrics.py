@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
-from configurator import InputError
+from configurator import InputError, source_of, specs
 from options import health
 from runtime import checkpoint, distributed
-from options.user_code import source_of, specs
 from tasks.check_answer import comparison, content, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import configurator
 import data
 from runs import load_rows
 import rewards
@@ -164,7 +165,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])
 def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
-    monkeypatch.setattr("options.user_code.STARTED_IN", str(tmp_path))
+    monkeypatch.setattr("configurator.STARTED_IN", str(tmp_path))
     write(tmp_path / "my_reward.py", "CONSTANT = 1", "def helper(): pass", "def reward(completions): pass")
     write(tmp_path / "broken.py", "1 / 0")
     write(tmp_path / "syntax.py", "def reward(:")
@@ -867,7 +868,7 @@ def test_what_a_file_has_started_ends_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(user_code, "closing", contextlib.ExitStack())
     starts = f"import subprocess\nopen('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
     score(reward_file(tmp_path, starts + "def reward(completions): return [1.0]"), SUMS[:1], ["a"], 5.0)
-    user_code.closing.close()
+    configurator.closing.close()
     wait_for_the_end((tmp_path / "pid").read_text())
 
 

@@ -15,7 +15,6 @@ import data
 import rewards
 import rollout
 from configurator import check, check_tiny_defaults, check_values, configure, input_errors, printable
-from options.episodes import Player
 from runtime.model_folder import check_model, end_tokens, load_tokenizer, read_config
 from runtime.metrics import append, evaluated, evaluation_metrics, failures
 # ------------------------------------------------------------------------------------------------------------
@@ -60,18 +59,18 @@ with input_errors():
         check_tiny_defaults(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = distributed.from_master(end_tokens(base, tokenizer))        # a hub may fail a rank
-    player = Player(settings, tokenizer, eos_ids)
-    held_out = data.Prompts(tokenizer, rows, settings, player.tools)
+    sample = rollout.load_sampler(settings, tokenizer, eos_ids)
+    held_out = data.Prompts(tokenizer, rows, settings, sample.tools)
     held_out.check()                                            # as in training
     prompts = held_out.encoded(range(len(rows)))
     longest = max(max_prompt_length, *(len(row.ids) for row in prompts)) + max_completion_length
     compute_dtype = distributed.compute_dtype(dtype)
     settings.reward_model = ""                                  # a setting of a training run
-    scorer = rewards.Scorer(settings, device, compute_dtype, player)
+    scorer = rewards.Scorer(settings, device, compute_dtype, sample)
     scorer.budget = math.inf                                    # it scores all completions at once
     # A broken environment or reward shows now. Completions of --prompt are not scored.
     if prompt:
-        player.trial_episodes(prompts)
+        sample.trial(prompts)
         scorer = None
     else:
         scorer.check_rewards(prompts[:1])
@@ -81,7 +80,7 @@ with input_errors():
         print(f"{base} generates {len(prompts)} x {samples} completions of at most {max_completion_length} "
               "tokens", flush=True)
     rollout_engine = rollout.load_engine(settings, base, compute_dtype, longest, eos_ids)
-sample = rollout.Sampler(player, rollout_engine)
+sample.engine = rollout_engine
 rollouts = evaluated(prompts, samples, sample, scorer)
 if rank > 0:
     distributed.leave()                                         # ends the process
@@ -89,8 +88,10 @@ if rank > 0:
 
 def texts_of(rollouts):
     # Returns all that follows each prompt, with what the chat template writes between turns of an episode.
-    stop = () if player.make else player.stop                   # turns go on behind a stop string
-    return [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], eos_ids, stop) for r in rollouts]
+    answers = [r.ids[len(r.prompt_ids):] for r in rollouts]
+    if sample.make:                                             # turns go on behind a stop string
+        return [rollout.text_of(tokenizer, ids, eos_ids) for ids in answers]
+    return [sample.text_of(ids) for ids in answers]
 
 
 if prompt:
@@ -112,7 +113,7 @@ if output:
     for group in groups:
         lines = []
         for r in group:
-            completion = r.completion if player.make else rewards.content(r.completion)
+            completion = r.completion if sample.make else rewards.content(r.completion)
             lines.append({"completion": completion, "score": r.score, "finish_reason": r.finish_reason})
         # The mean is None if no sample was scored.
         mean = evaluation_metrics(group, samples).get(f"eval/mean@{samples}")

@@ -435,7 +435,7 @@ class Scorer:
         the reward model cannot be used.
         """
         s = self.settings
-        trial = self.player.trial_episodes(prompts)
+        trial = self.player.trial(prompts)
         sources = self._score(trial)
         if all(r.problem for r in trial):
             raise InputError(f"{trial[0].problem} for a made-up completion: reward={s.reward}, "

@@ -33,7 +33,7 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from options.episodes import OpenEpisodes, Player
+from options.episodes import EpisodeSampler, OpenEpisodes
 from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs)
 from options.placement import Bridge, kept_ahead, sample_for_trainers, staleness
@@ -121,17 +121,17 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, resumed, clock)
     tokenizer = folders.tokenizer
-    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
-    # and the next completion follows.
-    player = Player(settings, tokenizer, folders.eos_ids)
+    # A single answer is an episode of one turn. If the settings name an environment, tools or an agent, an
+    # episode has several turns.
+    sampler = EpisodeSampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sampler.tools)
 
 # ---------------------------------------------------------------- the engines
 if not bridge.trains:
     with input_errors():
-        scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+        scorer = rewards.Scorer(settings, device, compute_dtype, sampler)       # scorer(rollouts) scores them
         # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
         first_prompts, _ = train_set.draw(0, 1, seed)
         episode_note = scorer.check_rewards(first_prompts + eval_set[:1])
@@ -143,7 +143,7 @@ if not bridge.trains:
     rollout_engine.version = 0 if lora_rank else version
     rollout_engine.incoming = bridge.weights
     bridge.send("ready", 0, [])
-    table = OpenEpisodes(player, rollout_engine)
+    table = OpenEpisodes(sampler, rollout_engine)
 
     def serve(_):
         """Sample and score for the trainers until the run ends."""
@@ -152,7 +152,7 @@ if not bridge.trains:
     rollout_engine.serve([], serve)                             # does not return
 
 # ---------------------------------------------------------------- the trainers
-player.close()                                                  # only the engines play
+sampler.close()                                                 # only the engines play
 with input_errors():
     run.check_data(folders, train_set, eval_set, data_note)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,

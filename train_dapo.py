@@ -27,7 +27,6 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from options.episodes import Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs)
 from runtime.run import Run
@@ -106,13 +105,13 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
-    # and the next completion follows.
-    player = Player(settings, tokenizer, folders.eos_ids)
+    # sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names. With
+    # an environment, tools or an agent in the settings, a rollout is an episode of several turns.
+    sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sample.tools)
+    scorer = rewards.Scorer(settings, device, compute_dtype, sample)        # scorer(rollouts) scores them
     # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
     run.check_data(folders, train_set, eval_set, data_note)
     first_prompts, _ = train_set.draw(0, 1, seed)
@@ -127,9 +126,8 @@ with input_errors():                                            # an InputError 
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)
-# sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names. If a
-# signal such as Ctrl-C has come, it saves the state with which the step began, and ends the run.
-sample = rollout.Sampler(player, rollout_engine)
+# If a signal such as Ctrl-C comes, `sample` saves the state with which the step began, and ends the run.
+sample.engine = rollout_engine
 
 # ---------------------------------------------------------------- the loop
 # train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.

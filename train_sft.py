@@ -20,7 +20,6 @@ import data
 import rewards
 import rollout
 from configurator import configure, input_errors
-from options.episodes import Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, make_optimizer, micro_batches, open_folders,
                    set_rates)
 from runtime.run import Run
@@ -65,18 +64,18 @@ compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat
 with input_errors():                                            # an InputError becomes a one-line message
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # If the settings ask for episodes, the player plays them: an environment or a tool answers a completion,
-    # and the next completion follows.
-    player = Player(settings, tokenizer, folders.eos_ids)
+    # sample(prompts, n, names) returns n rollouts per held-out prompt. With an environment, tools or an agent
+    # in the settings, a rollout is an episode of several turns.
+    sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_rows and held_out have a list of examples for each row, which is empty if the row is too long or
     # has nothing to learn; eval_set is a list of held-out prompts.
-    train_set, _, train_rows = load_examples(player, "train")
-    _, eval_set, held_out = load_examples(player, "eval")
+    train_set, _, train_rows = load_examples(sample, "train")
+    _, eval_set, held_out = load_examples(sample, "eval")
     turn = next(filter(None, train_rows))[-1]
     note = data.unread_columns(train_set)
     scored = reward != "none"                                   # whether held-out prompts are sampled
     # The task's own reward compares with answers.
-    if eval_set[0].row.get("answer") is None and not (reward or reward_model or agent or player.reward_part):
+    if eval_set[0].row.get("answer") is None and not (reward or reward_model or agent or sample.reward_part):
         scored = False
         note += "The rows have no answers to score by, so the evaluation is their held-out loss alone."
     # The run ends here if it is resumed with other prompts. The text is for the console.
@@ -86,7 +85,7 @@ with input_errors():                                            # an InputError 
         f"{tokenizer.decode(turn.sampled_ids)[:500]!r}.\n{note}"))
     rollout_engine = rollout.Engine()                           # this one samples nothing
     if scored:
-        scorer = rewards.Scorer(settings, device, compute_dtype, player)        # scorer(rollouts) scores them
+        scorer = rewards.Scorer(settings, device, compute_dtype, sample)        # scorer(rollouts) scores them
         scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
         rollout_engine = rollout.load_engine(
             settings, folders.policy, compute_dtype, longest, folders.eos_ids)
@@ -95,7 +94,7 @@ with input_errors():                                            # an InputError 
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)
-sample = rollout.Sampler(player, rollout_engine)
+sample.engine = rollout_engine
 
 # ---------------------------------------------------------------- the loop
 # Values of tokens have the two forms that train_grpo.py explains, here with an entry for each learned token:

@@ -9,7 +9,7 @@ The process whose engine steps serves the endpoint in a thread and answers the r
 together; the key says which episode speaks. A request whose messages continue an earlier one of its episode,
 with the answer as it was returned, continues that row of tokens, where all that was sampled stays as it was.
 Any other request begins a row of its own. All rows are trained, except for those of the model "opponent",
-which is the policy as another player.
+which is the policy as another sampler.
 
 Two threads meet in an AgentSession. The endpoint's thread puts requests into its `mail` and waits for their
 Futures. The thread that drives the engine takes them out one after the other and answers them.
@@ -125,7 +125,7 @@ class AgentSession:
         self.episode = episode
         self.key = token_hex()
         self.mail = SimpleQueue()
-        self.longest = max(episode.player.settings.max_prompt_length, len(episode.conversation.ids))
+        self.longest = max(episode.sampler.settings.max_prompt_length, len(episode.conversation.ids))
         self.answers = 0
         self.rows = []
         self.sampled = 0
@@ -139,8 +139,8 @@ class AgentSession:
         """
         episode = self.episode
         mail = self.mail
-        solve = partial(episode.player.make, start(), self.key, copy.deepcopy(episode.row))
-        timeout = episode.player.settings.call_timeout
+        solve = partial(episode.sampler.make, start(), self.key, copy.deepcopy(episode.row))
+        timeout = episode.sampler.settings.call_timeout
         SESSIONS[self.key] = self
         # This thread may never end. It holds the mail and not the session, so that the session can be freed.
         Thread(target=lambda: mail.put(outcome(solve)), daemon=True).start()
@@ -202,7 +202,7 @@ class AgentSession:
         It continues an earlier row, or begins a new one. Raises ValueError if there is no room for an answer.
         """
         first = self.episode.conversation.first
-        template = template_for(self.episode.player, tools_of(body))
+        template = template_for(self.episode.sampler, tools_of(body))
         messages = for_template(body["messages"])
         name = str(body.get("model") or "")
         earlier = self._earlier_row(messages, template.tools, name)
@@ -235,7 +235,7 @@ class AgentSession:
         """Append an answer to its row, keep the row, count the answer, and return it as a message."""
         counts = self.episode.counts
         conversation = row.conversation
-        text, message, calls = self.episode.player.read_turn(conversation, answer)
+        text, message, calls = self.episode.sampler.read_turn(conversation, answer)
         problems = [problem for _, problem in calls if problem]
         counts["calls"] += len(problems or calls)
         counts["failures"] += len(problems)
@@ -340,9 +340,9 @@ def tools_of(body):
 
 
 @lru_cache(maxsize=64)
-def template_for(player, tools):
+def template_for(sampler, tools):
     """Return the Template for tools that are given as JSON."""
-    template = Template(player.tokenizer, player.eos_ids, json.loads(tools))
+    template = Template(sampler.tokenizer, sampler.eos_ids, json.loads(tools))
     template.check([{"role": "user", "content": "?"}])
     return template
 

@@ -15,11 +15,13 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
 
 Functions become tools as well, with or without a class: --tools=my_tools.py:search. Instead of an
 environment an agent may play, --agent=my_agent.py:solve (agents.py). A single answer is an episode of one
-turn without an environment; train_async.py plays its answers here.
+turn without an environment; train_async.py plays its answers here. Other runs open this file only if they
+have an environment, tools or an agent.
 
     Episode         is one episode. Its generator yields each request to the engine, and calls of your code.
     OpenEpisodes    plays many of them with one engine. Each goes on as soon as its answer or result is there.
-    Player          knows what plays: the environment with its instances and tools, or the agent.
+    EpisodeSampler  samples a step's episodes in the place of rollout.Sampler. It knows what plays: the
+                    environment with its instances and tools, or the agent.
 """
 import inspect
 import os
@@ -37,7 +39,7 @@ from options.conversation import Conversation
 from options.chat_template import Template, result_of
 from options.user_code import (Failed, ThreadPerCall, TimeUp, accepted, as_float, load_from, logging_into,
                                name_of, outcome, shown)
-from rollout import Answer, Engine, Request, Rollout, stop_strings, text_of
+from rollout import Answer, Engine, Request, Rollout, Sampler
 
 in_thread = ThreadPerCall().submit      # calls a function in a thread of its own, and returns a Future
 
@@ -47,11 +49,11 @@ in_thread = ThreadPerCall().submit      # calls a function in a thread of its ow
 
 
 class Episode:
-    """One episode of a Player.
+    """One episode of an EpisodeSampler.
 
     row            the row of the data set; its prompt gets the text that reset returns
     conversation   the episode as tokens
-    finish_reason  "" as long as the episode goes on; Player.play lists the other values
+    finish_reason  "" as long as the episode goes on; EpisodeSampler.play_jobs lists the other values
     instance       the instance of the environment that plays, or None
     session        the agents.AgentSession of the agent that plays, or None. It sets asking. At the end it
                    also sets conversation, in which it joins the agent's sequences of tokens; the prompt in
@@ -60,17 +62,17 @@ class Episode:
     rewards, counts, extra    as in rollout.Rollout
     """
 
-    def __init__(self, player, row, first):
+    def __init__(self, sampler, row, first):
         """first: the Request for the first turn. It needs no name, because OpenEpisodes gives it one."""
-        self.player = player
+        self.sampler = sampler
         self.row = row
-        self.conversation = Conversation(first, player.template)
+        self.conversation = Conversation(first, sampler.template)
         self.finish_reason = ""
         self.instance = None
         self.session = None
         self.asking = None
         self.rewards = {}
-        self.counts = {"calls": 0, "failures": 0, "seconds": 0.0} if player.make else {}
+        self.counts = {"calls": 0, "failures": 0, "seconds": 0.0} if sampler.make else {}
         self.extra = {}
 
     @property
@@ -84,7 +86,7 @@ class Episode:
         It yields a Request when it needs a turn of the policy, and is sent the Answer. It yields a function
         when this has to be called, and is sent (its value, its error or None, the seconds that it took).
         """
-        player = self.player
+        sampler = self.sampler
         try:
             try:
                 yield from self._play()
@@ -97,40 +99,40 @@ class Episode:
                 self.rewards = {self.last_token: math.nan}
             rollout = self._rollout()
             # rewards.Scorer has set score_ended if a reward needs the environment or the agent.
-            if player.score_ended and self.finish_reason not in ("timeout", "error"):
-                player.score_ended(rollout, self.session or self.instance)
+            if sampler.score_ended and self.finish_reason not in ("timeout", "error"):
+                sampler.score_ended(rollout, self.session or self.instance)
             return rollout
         finally:
-            if id(self.instance) in player.opened:              # it was made, and was not discarded
-                player.idle.append(self.instance)
+            if id(self.instance) in sampler.opened:              # it was made, and was not discarded
+                sampler.idle.append(self.instance)
 
     def _play(self):
         """Play until the episode ends. Raises Failed, TimeUp or InputError."""
-        player = self.player
-        if player.session_class:                    # an agent plays until its end, and sets finish_reason
-            self.session = player.session_class(self)
+        sampler = self.sampler
+        if sampler.session_class:                    # an agent plays until its end, and sets finish_reason
+            self.session = sampler.session_class(self)
             yield from self.session.play()
-        if "reset" in player.methods:
+        if "reset" in sampler.methods:
             yield from self._reset()
         while not self.finish_reason:
             yield from self._play_turn()
-        if "get_reward" in player.methods:
+        if "get_reward" in sampler.methods:
             reward = yield from self.call(self.instance.get_reward)
             if reward is not None:
                 self.rewards[self.last_token] += as_float(reward)
             # In the form of tools None says that the episode is not scored, as in TRL. In the form of text
             # the episode keeps what step gave.
-            elif "step" not in player.methods:
+            elif "step" not in sampler.methods:
                 self.rewards[self.last_token] = math.nan
 
     def _reset(self):
         """Reset an instance of the environment, and add the text that it returns to the prompt."""
-        player = self.player
-        if player.idle:
-            self.instance = player.idle.pop()
+        sampler = self.sampler
+        if sampler.idle:
+            self.instance = sampler.idle.pop()
         else:
-            self.instance = yield from self.call(player.make)
-            player.opened[id(self.instance)] = self.instance
+            self.instance = yield from self.call(sampler.make)
+            sampler.opened[id(self.instance)] = self.instance
         reset = self.instance.reset
         # log_metric(name, value) puts a value into self.extra. log_extra does the same here, because it logs
         # the value of one episode.
@@ -146,13 +148,13 @@ class Episode:
             raise InputError(f"reset returned {shown(observation)}, neither a string nor None")
         prompt = self.row["prompt"]
         # The text of an environment may spell special tokens. `defused` keeps them from acting in the prompt.
-        messages = add_text(player.messages(prompt), player.template.defused(observation))
-        ids = player.template.opening(messages)
-        longest = player.settings.max_prompt_length
+        messages = add_text(sampler.messages(prompt), sampler.template.defused(observation))
+        ids = sampler.template.opening(messages)
+        longest = sampler.settings.max_prompt_length
         if len(ids) > longest:
             raise Failed(f"reset returned so much that the prompt has {len(ids)} tokens, more than "
                          f"max_prompt_length={longest}")
-        self.conversation = Conversation(self.conversation.first._replace(ids=ids), player.template)
+        self.conversation = Conversation(self.conversation.first._replace(ids=ids), sampler.template)
         self.row = self.row | {"prompt": add_text(prompt, observation)}
 
     def _play_turn(self):
@@ -160,14 +162,14 @@ class Episode:
         conversation = self.conversation
         turn = len(conversation.spans) + 1          # its number, from which its seed comes
         answer = yield conversation.request(turn)
-        text, message, calls = self.player.read_turn(conversation, answer)
+        text, message, calls = self.sampler.read_turn(conversation, answer)
         conversation.add_turn(answer, message)
         self.rewards[self.last_token] = 0.0
         if self.finish_reason:                      # the episode could not begin, so nobody replies
             return
         finish_reason = ""
         reply = []
-        if "step" in self.player.methods:
+        if "step" in self.sampler.methods:
             returned = yield from self.call(self.instance.step, text)
             observation, reward, finish_reason = read_step(returned)
             self.rewards[self.last_token] = reward
@@ -182,7 +184,7 @@ class Episode:
             finish_reason = "stop"
         if answer.finish_reason == "length":        # the policy was cut off, whatever the environment says
             finish_reason = "length"
-        elif not finish_reason and len(conversation.spans) == self.player.settings.max_turns:
+        elif not finish_reason and len(conversation.spans) == self.sampler.settings.max_turns:
             finish_reason = "turns"
         elif not finish_reason and not conversation.add_reply(reply):
             finish_reason = "length"                # there was no room for the reply
@@ -194,7 +196,7 @@ class Episode:
         self.counts["calls"] += 1
         try:
             if not problem:
-                tool = self.player.tool_functions[name]
+                tool = self.sampler.tool_functions[name]
                 if isinstance(tool, str):
                     tool = getattr(self.instance, tool)
                 # A tool may change its arguments in place.
@@ -222,16 +224,16 @@ class Episode:
         """End the episode after an error. Raises InputError if the environment did what it must not."""
         turn = len(self.conversation.spans)
         when = f"in turn {turn}" if turn else "before its first turn"
-        problem = f"{self.player.key}, {when}: {error}; the row is {self.row!r:.300}"
+        problem = f"{self.sampler.key}, {when}: {error}; the row is {self.row!r:.300}"
         if isinstance(error, InputError):
             raise InputError(problem) from error
         late = isinstance(error, TimeUp)
         self.counts["problem"] = problem
-        self.player.failure = error
+        self.sampler.failure = error
         self.finish_reason = "timeout" if late and turn else "error"
         # This instance may still be at work, or its reset has failed, so it plays no other episode.
         if late or not turn:
-            self.player.discard(self.instance)
+            self.sampler.discard(self.instance)
 
     def _rollout(self):
         """Return the episode as a Rollout."""
@@ -242,7 +244,7 @@ class Episode:
         rollout = Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
                           np.array(conversation.logprobs, np.float32), self.finish_reason,
                           np.array(conversation.row_starts, np.int32), self.row, completion,
-                          rewards=self.rewards if self.player.reward_part else {}, counts=self.counts,
+                          rewards=self.rewards if self.sampler.reward_part else {}, counts=self.counts,
                           extra=self.extra, versions=tuple(conversation.versions.items()),
                           row_names=conversation.row_names)
         if conversation.kept:
@@ -283,15 +285,14 @@ def read_step(returned):
 # what plays
 
 
-class Player:
-    """What plays the episodes of a run: an environment, functions as tools, an agent, or none of these.
+class EpisodeSampler(Sampler):
+    """A Sampler of episodes, which an environment, functions as tools, an agent, or none of these plays.
 
     key             the setting that names what plays, with its value, for messages
     name            the name of the environment's class or of the agent's function
     make            what makes an instance: the environment's class, or `object` if there are only functions.
                     For an agent it is the agent's function. None says that single answers are sampled, so it
                     also tells whether episodes are played.
-    stop            the strings that end a turn
     session_class   agents.AgentSession if an agent plays, otherwise None
     methods         {name: method} of the first instance
     closer          the name of the method that closes an instance, or ""
@@ -308,18 +309,12 @@ class Player:
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
-        self.settings = settings
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.stop = stop_strings(settings.stop)
+        super().__init__(settings, tokenizer, eos_ids)
         self.key = f"tools={settings.tools}"
         self.name = (settings.agent or settings.environment).rpartition(":")[2]
-        self.make = None
         self.session_class = None
         self.methods = {}
         self.closer = ""
-        self.reward_part = ""
-        self.tools = None
         self.tool_functions = {}
         self.template = None
         self.opened = {}
@@ -419,7 +414,7 @@ class Player:
         text is all of its text. message and calls are what Template.read finds in it; an answer that was cut
         off has no calls.
         """
-        text = text_of(self.tokenizer, answer.ids, self.eos_ids, self.stop)
+        text = self.text_of(answer.ids)
         if not conversation.template or answer.finish_reason == "length":
             return text, {"role": "assistant", "content": text}, []
         sampled = answer.ids
@@ -428,21 +423,20 @@ class Player:
         message, calls = conversation.template.read(conversation.ids, sampled, text)
         return text, message, calls
 
-    def trial_episodes(self, prompts):
+    def trial(self, prompts):
         """Play two episodes of one made-up turn, so that what is broken shows before any training.
 
         prompts: one or two data.Prompts. Returns the two Rollouts. Raises InputError if the environment or
         the chat template cannot be used.
         """
-        if self.make and not self.settings.agent:   # an agent writes messages of its own
+        if not self.make:
+            return super().trial(prompts)
+        if not self.settings.agent:                 # an agent writes messages of its own
             self.template.check(self.messages(prompts[0].row["prompt"]))
-        # A reward must also be able to score an empty answer.
-        texts = ["Answer: 0", "Answer: 0" if self.make else ""]
-        turns = [self.tokenizer(text, add_special_tokens=False).input_ids + self.eos_ids[:1]
-                 for text in texts]
+        turn = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         jobs = [(prompt.row, Request(None, prompt.ids, 0, max_tokens=len(turn)))
-                for prompt, turn in zip(prompts * 2, turns)]    # a single prompt is played twice
-        rollouts = OpenEpisodes(self, TrialEngine(turns)).play(jobs)
+                for prompt in (prompts * 2)[:2]]                # a single prompt is played twice
+        rollouts = OpenEpisodes(self, TrialEngine(turn)).play(jobs)
         for r in rollouts:
             problem = r.counts.get("problem")
             # There is no room for a second turn. An agent that has asked once may fail because of that.
@@ -450,7 +444,15 @@ class Player:
                 raise InputError(problem) from self.failure
         return rollouts
 
-    def play(self, engine, jobs):
+    def play(self, engine, jobs, prompts):
+        if not self.make and not engine.versions:               # no other requests are in flight
+            return super().play(engine, jobs, prompts)
+        if self.make and any(prompt.begun for prompt in prompts):
+            raise InputError(f"{self.key} plays, and no prompt may have the beginning of an answer")
+        rollouts = self.play_jobs(engine, jobs)
+        return rollouts if self.make else self.with_texts(rollouts, prompts)
+
+    def play_jobs(self, engine, jobs):
         """Return a Rollout for each of these jobs. A job is a row and the Request for the first turn, as
         rollout.jobs_for makes them. Its max_tokens counts all tokens after the prompt.
 
@@ -467,16 +469,15 @@ class Player:
 
 
 class TrialEngine(Engine):
-    """An engine that answers with made-up turns: turns[name] are the tokens for the Request of this name."""
+    """An engine that answers each Request with the same made-up turn, given as its tokens."""
 
-    def __init__(self, turns):
+    def __init__(self, turn):
         super().__init__()
-        self.turns = turns
+        self.turn = turn
 
     def step(self):
         request = self.added.pop(0)
-        turn = self.turns[request.name]             # OpenEpisodes calls the episodes of a new engine 0 and 1
-        return [Answer(request.name, turn, [0.0] * len(turn), "stop")]
+        return [Answer(request.name, self.turn, [0.0] * len(self.turn), "stop")]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -496,9 +497,9 @@ class OpenEpisodes:
     groups     {key: the numbers of the episodes that were added under this key}
     """
 
-    def __init__(self, player, engine):
-        self.player = player
-        self.settings = player.settings
+    def __init__(self, sampler, engine):
+        self.sampler = sampler
+        self.settings = sampler.settings
         self.engine = engine
         self.workers = Semaphore(self.settings.call_workers)
         self.waiting = []
@@ -536,7 +537,7 @@ class OpenEpisodes:
         # No more episodes are played at a time than there may be instances.
         while self.waiting and len(self.playing) < (self.settings.max_environments or math.inf):
             number, job = self.waiting.pop(0)
-            episode = Episode(self.player, *job)
+            episode = Episode(self.sampler, *job)
             self.playing[number] = episode, episode.play()
             self._go_on(number)
         # The client of an agent may have left, so that nobody waits any more for what the engine samples.
@@ -561,7 +562,7 @@ class OpenEpisodes:
         for number, (episode, play) in self.playing.items():
             # An instance that is still at work plays no other episode.
             if number in self.calls.values():
-                self.player.discard(episode.instance)
+                self.sampler.discard(episode.instance)
             play.close()
         # engine.versions has an entry for each request that is not answered yet.
         unanswered = self.playing.keys() & self.engine.versions.keys()

@@ -2,7 +2,7 @@
 Groups of completions that outlast a step, for a script that does not wait for the longest ones
 (docs/recipes.md):
 
-    sample = InFlightSampler(player, engine)        # in the place of rollout.Sampler
+    sample = InFlightSampler(settings, tokenizer, eos_ids)      # in the place of rollout.load_sampler
     sample.begin(prompts, n, names)     begins a group of n completions for each prompt
     sample.until(count)                 samples until that many groups are complete, and returns them
     sample.abort()                      gives up the other groups, which otherwise go on in the next step
@@ -12,15 +12,17 @@ agree on which groups were complete first, and on a CPU a run repeats. A call of
 evaluation, samples while open groups go on. If requests outlast a weight sync, the script needs the setting
 in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 """
+from functools import cached_property
+
 import torch.distributed as dist
 
 from configurator import InputError
-from options.episodes import OpenEpisodes
-from rollout import Sampler, jobs_for
+from options.episodes import EpisodeSampler, OpenEpisodes
+from rollout import jobs_for
 from runtime import distributed
 
 
-class InFlightSampler(Sampler):
+class InFlightSampler(EpisodeSampler):
     """A Sampler whose groups may be incomplete when a step ends. begin, until and abort are collectives.
 
     open       {name: data.Prompt} of all ranks' groups that were begun and neither returned nor given up
@@ -29,14 +31,17 @@ class InFlightSampler(Sampler):
     episodes   the OpenEpisodes of this rank
     """
 
-    def __init__(self, player, engine):
-        if player.settings.vllm_tensor_parallel_size > 1:
+    def __init__(self, settings, tokenizer, eos_ids):
+        if settings.vllm_tensor_parallel_size > 1:
             raise InputError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
-        super().__init__(player, engine)
-        self.episodes = OpenEpisodes(player, engine)
+        super().__init__(settings, tokenizer, eos_ids)
         self.open = {}
         self.complete = []
         self.rollouts = {}
+
+    @cached_property
+    def episodes(self):
+        return OpenEpisodes(self, self.engine)
 
     def begin(self, prompts, n, names, **sampling):
         """Begin a group of n completions for each data.Prompt; all ranks get the same prompts.
@@ -45,7 +50,7 @@ class InFlightSampler(Sampler):
         """
         self.open |= zip(names, prompts)
         for i in range(dist.get_rank(), len(prompts), dist.get_world_size()):
-            jobs = jobs_for(self.player.settings, [prompts[i]], n, [names[i]], **sampling)
+            jobs = jobs_for(self.settings, [prompts[i]], n, [names[i]], **sampling)
             self.episodes.add(names[i], jobs)
 
     def until(self, count):

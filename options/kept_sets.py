@@ -1,5 +1,6 @@
 """
-The set of tokens that each sampled token was drawn from. Runs without a top_k do not open this file.
+The set of tokens that each sampled token was drawn from. Runs without top_k,
+top_p and min_p do not open this file.
 
 An engine samples from the tokens that temperature, min_p, top_k and top_p leave, and its logprobs are
 normalised over these. A trainer that normalised over all tokens would compute another policy, and give every
@@ -8,10 +9,43 @@ normalises every logprob and entropy over them. After an update the policy would
 would the reference model, but the same sets are used for both. DeepSeek-V3.2 calls this "keep sampling mask"
 (https://arxiv.org/abs/2512.02556, section 3.1).
 
-rollout.py has the sets from its engines (rollout.kept_sets reads vLLM's), and `table` makes them a tensor.
+    truncated    leaves probabilities only to the tokens that the plain engine draws from
+    read_sets    reads the sets that vLLM has drawn from
+    table        makes the sets of a micro-batch a tensor
 """
 import numpy as np
 import torch
+
+# vLLM's top_k also keeps all tokens that are as likely as the k-th. So vLLM is asked for the logprobs of TIES
+# more tokens than top_k, and read_sets checks that these were enough.
+TIES = 4
+
+
+def truncated(probs, top_p, top_k, min_p):
+    """Return the probabilities with 0 for all tokens that hf_engine.sample_tokens does not draw from."""
+    ranked, order = probs.sort(-1, descending=True)
+    ranked[ranked < min_p * ranked[:, :1]] = 0
+    if top_k:
+        ranked[:, top_k:] = 0
+    # A token is dropped if the likelier ones already hold top_p of the probability that is left.
+    ranked[ranked.cumsum(-1) - ranked >= top_p * ranked.sum(-1, keepdim=True)] = 0
+    return torch.zeros_like(probs).scatter(-1, order, ranked)
+
+
+def read_sets(flat, vocab_size):
+    """Return the set that each sampled token was drawn from, as in Answer.kept, from vLLM's FlatLogprobs.
+
+    After the logprob of a sampled token FlatLogprobs holds those of the K likeliest tokens. Tokens outside of
+    the set have -inf. If all K logprobs are finite, the set may be larger, and it raises RuntimeError.
+    """
+    shape = len(flat), -1
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:]                        # [C, K]
+    kept = np.isfinite(flat.logprobs).reshape(shape)[:, 1:]
+    K = ids.shape[1]
+    if K < vocab_size and kept[:, -1].any():
+        raise RuntimeError(f"vLLM drew a token from {K} tokens or more: too many tie at the last place of "
+                           "top_k, so choose another top_k")
+    return np.split(ids[kept], kept.sum(1).cumsum()[:-1])
 
 
 def table(batch, rollouts):

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import rollout
+from options.saved_rollouts import as_arrays, from_arrays
 from runtime import distributed
 from weights import engine_weights
 
@@ -150,7 +151,7 @@ class Bridge:
         if self.speaks:
             for step in steps:
                 rollouts += self._complete(("step", step))
-        return [*steps], rollout.as_arrays(rollouts)
+        return [*steps], as_arrays(rollouts)
 
     def _complete(self, key):
         """Return what all engines sampled under a key, as soon as they have sent it."""
@@ -300,7 +301,7 @@ def kept_ahead(run, settings):
     same = all(run.state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
     if not (steps and same):
         return {}
-    rollouts = rollout.from_arrays(run.arrays)
+    rollouts = from_arrays(run.arrays)
     N = len(rollouts) // len(steps)
     return {("step", step): rollouts[i * N:(i + 1) * N] for i, step in enumerate(steps)}
 

@@ -20,16 +20,16 @@ from rollout import Rollout
 MARKS = "weight train training trainable loss loss_mask".split()
 
 
-def load_examples(player, split):
+def load_examples(sampler, split):
     """Return the Prompts of a split, a list of encoded prompts, and for each row a list of its examples.
 
     The first two come from data.load_split. For the third all rows are encoded at once. The list of a row of
-    more than max_prompt_length + max_completion_length tokens is empty. player: the run's episodes.Player,
+    more than max_prompt_length + max_completion_length tokens is empty. sampler: the run's rollout.Sampler,
     which has settings, tokenizer, end tokens and tools. split: "train" or "eval". Raises InputError where
     data.load_split and examples_of do, with the name of the row, and if no row is left.
     """
-    s = player.settings
-    prompts, encoded, _ = data.load_split(player.tokenizer, s, split, player.tools)
+    s = sampler.settings
+    prompts, encoded, _ = data.load_split(sampler.tokenizer, s, split, sampler.tools)
     rows = prompts.rows
     if isinstance(rows, data.Rows):
         rows = data.Rows(rows.packed)                           # without the columns that only others have
@@ -37,7 +37,7 @@ def load_examples(player, split):
     examples = []
     for name, row in rows:
         with data.naming(name):
-            turns = examples_of(row, player)
+            turns = examples_of(row, sampler)
         if any(len(r.ids) > longest for r in turns):
             turns = []
         examples.append(turns)
@@ -63,8 +63,8 @@ def draw(rows, position, count, seed):
     return sum(drawn, []), position
 
 
-def examples_of(row, player):
-    """Return the examples of a row, as a list. player: as in load_examples.
+def examples_of(row, sampler):
+    """Return the examples of a row, as a list. sampler: as in load_examples.
 
     The tokens of a turn are those that the chat template adds, up to an end token, when the turn is appended
     to the messages before it. So the model learns a turn after the very tokens that it will have to continue,
@@ -80,8 +80,8 @@ def examples_of(row, player):
     Raises InputError if answer_of does, and if the template leaves out a part of a turn or its end token, or
     changes what is before the turn.
     """
-    s = player.settings
-    tokenizer = player.tokenizer
+    s = sampler.settings
+    tokenizer = sampler.tokenizer
     prompt = row["prompt"]
     answer, whole = answer_of(row, s)
     count = len(answer)                                         # of the messages from which turns are learned
@@ -97,23 +97,25 @@ def examples_of(row, player):
         if not all(map(is_learned, answer[-1:])):
             return []
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
-        ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + player.eos_ids[:1]
+        ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + sampler.eos_ids[:1]
         start = len(encoded.ids) if answer else 1
         return [example(encoded.ids + ids, start)]
-    messages = [*player.messages(prompt), *answer]              # with the system prompt
-    render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or player.tools, tokenize=False)
+    messages = [*prompt, *answer]
+    if s.system_prompt:
+        messages.insert(0, {"role": "system", "content": s.system_prompt})
+    render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or sampler.tools, tokenize=False)
     numbers = range(len(messages) - count, len(messages))
-    return [example_of_turn(messages[:number + 1], player, render) for number in numbers
+    return [example_of_turn(messages[:number + 1], sampler, render) for number in numbers
             if is_learned(messages[number])]
 
 
-def example_of_turn(messages, player, render):
+def example_of_turn(messages, sampler, render):
     # Returns the example that teaches the last of the messages. render: the chat template with its tools.
-    tokenizer = player.tokenizer
+    tokenizer = sampler.tokenizer
     *others, message = messages
     texts = [render(others, add_generation_prompt=True), render(messages)]
     before, after = tokenizer(texts, add_special_tokens=False).input_ids
-    while after and after[-1] not in player.eos_ids:
+    while after and after[-1] not in sampler.eos_ids:
         after.pop()
     # The tokens may spell the content in another way, as where the tokenizer normalises.
     written = texts[1][len(texts[0]):]

@@ -105,8 +105,8 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names. With
-    # an environment, tools or an agent in the settings, a rollout is an episode of several turns.
+    # sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names.
+    # With an environment, tools or an agent a rollout is an episode of several turns.
     sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.

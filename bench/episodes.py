@@ -20,7 +20,7 @@ import rollout
 from config import shared
 from configurator import configure
 from data import encode_rows
-from options.episodes import Player
+from options.episodes import EpisodeSampler
 from runtime import distributed
 from runtime.model_folder import load_tokenizer
 from tiny import pretrain
@@ -84,11 +84,11 @@ def seconds(sampler, name, rows, threads=0):
     settings = {key: value for key, value in vars(shared).items() if not key.startswith("_")}
     settings |= {"environment": f"{folder}/game.py:{name}", "call_workers": threads,
                  "max_completion_length": 900, "max_prompt_length": 32}
-    player = Player(SimpleNamespace(**settings), tokenizer, eos_ids)
+    player = EpisodeSampler(SimpleNamespace(**settings), tokenizer, eos_ids)
     prompts = encode_rows(tokenizer, list(enumerate(rows)))
     started = time.perf_counter()
     jobs = [(prompt.row, rollout.Request(None, prompt.ids, 1000 * i, 900)) for i, prompt in enumerate(prompts)]
-    rollouts = player.play(sampler, jobs)
+    rollouts = player.play_jobs(sampler, jobs)
     return time.perf_counter() - started, sum(len(r.logprobs) for r in rollouts)
 
 

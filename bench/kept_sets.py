@@ -1,5 +1,5 @@
 """
-What the logprobs cost from which a rollout's kept sets are read (rollout.kept_sets), without a model.
+What the logprobs cost from which a rollout's kept sets are read (kept_sets.read_sets), without a model.
 
     python -m bench.kept_sets
 
@@ -14,7 +14,7 @@ import tracemalloc
 import numpy as np
 from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
 
-from rollout import TIES, kept_sets
+from options.kept_sets import TIES, read_sets
 
 TOKENS, SET = 20_000, 6                         # sampled tokens, and how many tokens each of their sets has
 VOCABULARY = 151_936
@@ -39,7 +39,7 @@ for top_k in (0, 20, 512):
     noting = time.perf_counter() - began
     began = time.perf_counter()
     if top_k:
-        kept_sets(flat, VOCABULARY)
+        read_sets(flat, VOCABULARY)
     reading = time.perf_counter() - began
     tracemalloc.start()
     flat = noted()

@@ -22,7 +22,7 @@ import data
 import rewards
 import rollout
 from configurator import configure
-from options.episodes import Player
+import hf_engine
 from model import schedule
 from runtime.model_folder import check_model, end_tokens, load_tokenizer
 from runtime.metrics import evaluation_metrics
@@ -66,10 +66,10 @@ base = check_model(model)
 tokenizer = load_tokenizer(base, settings=settings)
 eos_ids = end_tokens(base, tokenizer)
 train_set, eval_set, _ = data.load_prompts(tokenizer, settings)
-player = Player(settings, tokenizer, eos_ids)
-scorer = rewards.Scorer(settings, "cpu", torch.float32, player)
-evaluator = rollout.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
-sample = rollout.Sampler(player, evaluator)
+sample = rollout.load_sampler(settings, tokenizer, eos_ids)
+scorer = rewards.Scorer(settings, "cpu", torch.float32, sample)
+evaluator = hf_engine.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
+sample.engine = evaluator
 policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
                               weight_decay=0.0, fused=True)

@@ -59,6 +59,7 @@ import torch
 import configurator
 import data
 import rollout
+import vllm_engine
 from runs import announced
 from runtime import checkpoint, metrics
 from options.user_code import Failed, TimeUp
@@ -544,7 +545,7 @@ class Policy:
         pass
 
 
-class SimulatedEngine(rollout.VLLMEngine):
+class SimulatedEngine(vllm_engine.VLLMEngine):
     """A VLLMEngine whose steps sample by a hash."""
 
     def __init__(self, world, process, settings, value):
@@ -875,7 +876,7 @@ class Modules:
                    (distributed, "atexit", SimpleNamespace(register=lambda *_: None)),
                    (distributed, "tell_launcher", lambda *_: None),
                    (distributed, "closing", SimpleNamespace(close=lambda: None))]
-        for module, path in ((distributed, "runtime/distributed.py"), (rollout, "rollout.py")):
+        for module, path in ((distributed, "runtime/distributed.py"), (vllm_engine, "vllm_engine.py")):
             if self.fault and self.fault[1] == path:
                 changes += changed_code(module, self.copy_of(module.__name__))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
@@ -1088,7 +1089,7 @@ class Modules:
             "data": SimpleNamespace(load_prompts=lambda *_: (world.plan.train_set, world.plan.eval_set, "")),
             "rewards": SimpleNamespace(Scorer=Scorer),
             "rollout": SimpleNamespace(load_engine=load_engine, sampling_of=rollout.sampling_of),
-            "episodes": SimpleNamespace(OpenEpisodes=self.episodes.OpenEpisodes, Player=self._player),
+            "episodes": SimpleNamespace(OpenEpisodes=self.episodes.OpenEpisodes, EpisodeSampler=self._player),
             "placement": self.placement,
             "runtime.run": SimpleNamespace(Run=begun, check_run=self.run.check_run),
             "losses": SimpleNamespace(
@@ -1101,9 +1102,9 @@ class Modules:
                 open_folders=open_folders)}
 
     def _player(self, settings, tokenizer, eos_ids):
-        """A Player for the plan's kind of episodes."""
+        """A EpisodeSampler for the plan's kind of episodes."""
         world = self.world
-        player = self.episodes.Player.__new__(self.episodes.Player)
+        player = self.episodes.EpisodeSampler.__new__(self.episodes.EpisodeSampler)
         vars(player).update(
             settings=settings, tokenizer=tokenizer, eos_ids=eos_ids, key="a game", name="", make=None,
             session_class=None, methods={}, closer="", reward_part="", tools=None, tool_functions={},
@@ -1395,7 +1396,7 @@ FAULTS = (
      "        time.sleep(0.5)\n", ""),
     ("an agent that waits is not answered", "options/episodes.py",
      "if episode.asking and episode.asking.future.cancelled()])", "if episode.asking])"),
-    ("ranks of an engine get its weights at different steps", "rollout.py",
+    ("ranks of an engine get its weights at different steps", "vllm_engine.py",
      "if version != self.version:", "if version > self.version + 1:"),
 )
 

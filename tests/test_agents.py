@@ -29,7 +29,7 @@ import runs
 from options.episodes import OpenEpisodes
 from options.placement import staleness
 from rewards import Scorer
-from rollout import as_arrays, from_arrays
+from options.saved_rollouts import as_arrays, from_arrays
 from runtime.metrics import rollout_metrics
 from runs import begin, finish, jobs, kept_rollouts, lines, refused, requests, with_defaults, without_times
 from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,  # noqa: F401
@@ -69,7 +69,7 @@ def player(agent, **settings):
 def played(plays, texts, rows=({},), n=1):
     """The scored rollouts of episodes in which the policy says these texts."""
     scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
-    rollouts = plays.play(Says(*texts), jobs(prompts_for(rows), n, [0] * len(rows),
+    rollouts = plays.play_jobs(Says(*texts), jobs(prompts_for(rows), n, [0] * len(rows),
                           plays.settings.max_completion_length, 1.0))
     scorer(rollouts)
     return rollouts
@@ -92,7 +92,7 @@ TALK = """
 def test_ids_and_spans_are_those_of_an_environment(engine, games, write):
     """32 agents at once; what an episode is does not depend on who plays it."""
     prompts = prompts_for([{"answer": "."}, {"answer": " more, please"}])
-    both = [plays.play(engine, jobs(prompts, 16, [5, 90], 120, 0.8)) for plays in (
+    both = [plays.play_jobs(engine, jobs(prompts, 16, [5, 90], 120, 0.8)) for plays in (
         episode_player(games, "Echo", eos_ids=ENDS), episode_player("", agent=write(TALK), max_turns=0,
                                                                     eos_ids=ENDS))]
     turns = [len(r.spans) for r in both[1]]
@@ -109,7 +109,7 @@ def test_a_stop_string_ends_an_agents_turn(games, write):
     prompts, texts = prompts_for([{"answer": "."}]), ["ab###", "cde###", "f###"]
     plays = [episode_player(games, "Echo", stop="b##,###"),
              episode_player("", agent=write(TALK), max_turns=0, stop="b##,###")]
-    both = [one.play(Says(texts), jobs(prompts, 1, [0], 5000, 1.0))[0] for one in plays]
+    both = [one.play_jobs(Says(texts), jobs(prompts, 1, [0], 5000, 1.0))[0] for one in plays]
     assert both[0].completion == both[1].completion and both[0].completion[0]["content"] == "a"
     assert both[0].ids.tolist() == both[1].ids.tolist() and both[0].spans.tolist() == both[1].spans.tolist()
     assert len(both[1].spans) == 2 and both[1].finish_reason == "stop"
@@ -142,7 +142,7 @@ def test_calls_of_tools_are_those_of_an_environment(write):
     theirs = episode_player("environments/calculator.py", "Calculator", max_turns=0,
                             max_completion_length=5000)
     prompts = prompts_for([{"tools": theirs.tools}], theirs.tools)
-    (expected,) = theirs.play(Says(texts), jobs(prompts, 1, [0], 5000, 1.0))
+    (expected,) = theirs.play_jobs(Says(texts), jobs(prompts, 1, [0], 5000, 1.0))
     (r,) = played(player(agent), [texts], [{"tools": theirs.tools}])
     assert np.array_equal(r.ids, expected.ids) and np.array_equal(r.spans, expected.spans)
     assert r.score == 6 and r.parts == {"calls": 3, "own": 3} and r.rewards == {len(r.logprobs) - 1: 6.0}
@@ -193,7 +193,7 @@ def test_an_agent_that_branches_trains_all_its_rows(hf, folder, write):
     """)
     plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
     scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
-    rollouts = plays.play(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
+    rollouts = plays.play_jobs(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
     scorer(rollouts)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
@@ -263,7 +263,7 @@ def test_versions_of_rows_are_those_of_their_tokens(write):
             return [answer._replace(versions=((0, self.version), (1, self.version + 10)))
                     for answer in super().step()]
 
-    (r,) = player(agent).play(Ages(["a<|end|>", "bb<|end|>", "c<|end|>"]), jobs(prompts_for([{}]), 1, [0], 5000, 1.0))
+    (r,) = player(agent).play_jobs(Ages(["a<|end|>", "bb<|end|>", "c<|end|>"]), jobs(prompts_for([{}]), 1, [0], 5000, 1.0))
     assert r.row_starts[:, 1].tolist() == [0, 5]
     assert r.versions == ((0, 1), (1, 11), (2, 2), (3, 12), (5, 3), (6, 13))
     assert staleness([r], 20) == {"async/staleness/max": 19, "async/staleness/mean": pytest.approx(
@@ -302,7 +302,7 @@ def test_a_refused_continuation_did_not_happen(write):
     """)
     says = Says(["a<|end|>", "b<|end|>"], ["a<|end|>", "b<|end|>"])
     rows = prompts_for([{"refused": []}, {"refused": ["x" * 300] * 2}])
-    both = player(agent, max_completion_length=60).play(says, jobs(rows, 1, [7, 7], 60, 1.0))
+    both = player(agent, max_completion_length=60).play_jobs(says, jobs(rows, 1, [7, 7], 60, 1.0))
     for r in both:
         assert r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0, r.counts
         assert r.finish_reason == "stop"
@@ -384,7 +384,7 @@ def test_text_that_looks_like_control_tokens_is_text(write):
         "(call.function | tojson)", "(call.function.name ~ (call.function.arguments | tojson))")
     plays = player(agent, max_prompt_length=200, tokenizer=tokenizer)
     says = Says([f"{text}<|end|>" for text in ("x", "yy", "z", "t", "u")])
-    (r,) = plays.play(says, jobs(prompts_for([{}], tokenizer=tokenizer), 1, [0], 5000, 1.0))
+    (r,) = plays.play_jobs(says, jobs(prompts_for([{}], tokenizer=tokenizer), 1, [0], 5000, 1.0))
     (first, _, _), (second, _, _), (third, _, _) = rows_of(r)
     kinds = [token for token in third.tolist() if token in (USER, ASSISTANT, END, len(TOKENIZER))]
     asked, said = [USER, END], [ASSISTANT, END]
@@ -417,7 +417,7 @@ def test_results_of_parallel_calls_belong_to_their_calls(write):
     for ids, order in ((["x", "y", "z"], [0, 1, 2]), (["call00007", "call00000", "call00001"], [2, 0, 1])):
         rows = [{"tools": tools, "ids": ids, "order": order}]
         plays = player(agent, tokenizer=tokenizer)
-        (r,) = plays.play(Says([text + "<|end|>", "done<|end|>"]), jobs(prompts_for(rows, tokenizer=tokenizer), 1, [0], 5000, 1.0))
+        (r,) = plays.play_jobs(Says([text + "<|end|>", "done<|end|>"]), jobs(prompts_for(rows, tokenizer=tokenizer), 1, [0], 5000, 1.0))
         assert r.counts["rows"] == 1 and len(r.spans) == 2
         written = parts_of(r)[2]
         places = [written.index(f"{('leap', 'look', 'leap')[i]}/call0000{i}: result {i}") for i in order]
@@ -460,7 +460,7 @@ def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, wo
     monkeypatch.setattr(engine, "step", late_step)
     monkeypatch.setattr(engine, "abort", lambda names, abort=engine.abort: aborted.extend(names) or abort(names))
     before = next(engine.numbers) + 1
-    rollouts = plays.play(engine, jobs(prompts_for([{}]), 8, [5], 60, 1.0))
+    rollouts = plays.play_jobs(engine, jobs(prompts_for([{}]), 8, [5], 60, 1.0))
     scorer(rollouts)
     for r in rollouts:
         assert len(r.spans) == r.counts["requests"] == r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
@@ -726,7 +726,7 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
             assert until(lambda: episode.mail.qsize() == 2)
             return super().step()
 
-    (r,) = plays.play(Late(["abc<|end|>"]), jobs(prompts_for([{}]), 1, [0], 5000, 1.0))
+    (r,) = plays.play_jobs(Late(["abc<|end|>"]), jobs(prompts_for([{}]), 1, [0], 5000, 1.0))
     found["second"].join(10)
     assert found["code"] == 401 and "has ended" in found["told"]
     assert until(lambda: its["told"]) == ["abc"] and r.counts["requests"] == 1 and r.finish_reason == "stop"
@@ -867,7 +867,7 @@ def test_what_a_run_refuses(tmp_path, write, reward_file):
 
 
 def test_no_other_run_opens_the_endpoint(tmp_path):
-    """Nor does a Player without an agent."""
+    """Nor does a EpisodeSampler without an agent."""
     (tmp_path / "plays.py").write_text(
         "import sys\nfrom test_episodes import player\nplayer('')\nassert 'options.agents' not in sys.modules\n")
     runs.forked(tmp_path / "log", tmp_path / "plays.py")

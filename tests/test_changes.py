@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import losses
 import runs
 from bench import unbiased
-from rollout import from_arrays
+from options.saved_rollouts import from_arrays
 from runtime.run import check_state
 from runs import RECIPES, ROOT, forked, kept_rollouts, lines, without_times
 from test_train_grpo import SMALL, train

@@ -172,11 +172,11 @@ def test_an_engine_that_leaves_weights_out_is_found(both, monkeypatch):
 
 MISSED = """
 import os, runpy
-import rollout
-load = rollout.VLLMEngine._load
+import vllm_engine
+load = vllm_engine.VLLMEngine._load
 def missed(engine, pairs):
     return {} if os.environ["ROLE_NAME"] == "engine0" and os.environ["RANK"] == "1" else load(engine, pairs)
-rollout.VLLMEngine._load = missed
+vllm_engine.VLLMEngine._load = missed
 runpy.run_path("train_async.py", run_name="__main__")
 """
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "train_prompts": 16,

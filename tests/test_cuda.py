@@ -8,7 +8,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import attention
-import rollout
+import hf_engine
+import vllm_engine
 from attention import packed_attention
 from model import load_policy
 from packing import Segments, micro_batch, pack
@@ -123,7 +124,7 @@ def gap(policy, rollouts):
 
 
 def test_the_plain_engine_samples_in_bfloat16(folder, mesh):
-    engine = rollout.HFEngine(folder, torch.bfloat16, 64, [10], 0.2)
+    engine = hf_engine.HFEngine(folder, torch.bfloat16, 64, [10], 0.2)
     rollouts = engine.generate(requests([[65, 66], [67]], 16, [0, 100], 24, 1.0))
     assert gap(load_policy(folder, mesh, torch.bfloat16), rollouts) < 0.05
 
@@ -135,7 +136,7 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
         free, total = torch.cuda.mem_get_info()
         return total - free
     policy, used = load_policy(folder, mesh, torch.bfloat16), []
-    engine = rollout.VLLMEngine(folder, torch.bfloat16, 64, [10], 0.1)
+    engine = vllm_engine.VLLMEngine(folder, torch.bfloat16, 64, [10], 0.1)
     engine._wake()
     awake = in_use()
     engine._sleep()

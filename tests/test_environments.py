@@ -15,7 +15,7 @@ import torch
 
 import data
 import runs
-from options.episodes import Player
+from options.episodes import EpisodeSampler
 from rewards import Scorer
 from runtime import model_folder
 from options.user_code import UserProcess
@@ -124,14 +124,14 @@ def write(tmp_path):
 
 
 def player(environment="", tokenizer=TOKENIZER, **settings):
-    return Player(SimpleNamespace(**SETTINGS | {"environment": environment, "max_completion_length": 5000}
+    return EpisodeSampler(SimpleNamespace(**SETTINGS | {"environment": environment, "max_completion_length": 5000}
                                   | settings), tokenizer, [TOKENIZER.eos_token_id])
 
 
 def played(plays, texts, rows=None, tokenizer=TOKENIZER):
     """The rollouts of episodes in which the policy says these texts, and the engine that said them."""
     rows, engine = rows or [{}] * len(texts), Says(*texts)
-    return plays.play(engine, jobs(prompts_for(rows, plays.tools, tokenizer), 1, [0] * len(rows),
+    return plays.play_jobs(engine, jobs(prompts_for(rows, plays.tools, tokenizer), 1, [0] * len(rows),
                       plays.settings.max_completion_length, 1.0)), engine
 
 
@@ -318,7 +318,7 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
     named = {repr(row): prompt for (_, row), prompt in zip(train.rows, encoded)}
     first = next(p for p in [*named.values(), *held_out] if p.row["opening"])
     plays = player(f"{source}:Judged")
-    rollouts = plays.play(Says(["last<|end|>"]), jobs([first], 1, [0], 50, 1.0))
+    rollouts = plays.play_jobs(Says(["last<|end|>"]), jobs([first], 1, [0], 50, 1.0))
     assert parts_of(rollouts[0])[0] == f"<|user|>{first.row['opening']}<|end|><|assistant|>"
     assert rollouts[0].row["prompt"] == [{"role": "user", "content": first.row["opening"]}]
     # Without an environment such a row is refused, as are others that are broken.
@@ -483,7 +483,7 @@ def test_a_call_in_a_turn_that_is_cut_off_stays_what_was_said(write):
 def test_functions_are_tools_without_a_class(write):
     source = write(DESK)
     plays = player(tools=f"{source}:add,{source}:later")
-    plays.trial_episodes(prompts_for([{}], plays.tools))
+    plays.trial(prompts_for([{}], plays.tools))
     turns = [call("add", '{"a": 2, "b": 3}') + call("later", '{"a": 4}') + "<|end|>",
              call("add", '{"a": -1}') + call("sub") + "<|end|>", "5<|end|>"]
     (r,), _ = played(plays, [turns])

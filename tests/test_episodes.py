@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import configurator
 import data
 from options import episodes
+import hf_engine
 import rewards
 import rollout
 from options.conversation import Conversation
@@ -24,6 +25,7 @@ from tiny import pretrain
 from rewards import Scorer
 from rollout import Answer, Request
 from runs import ROOT, jobs, requests, shut_down
+from options import saved_rollouts
 from options import user_code
 from test_rollout import ENGINES, identical
 
@@ -275,7 +277,7 @@ def engine(request, folder, mesh):
 
 @pytest.fixture(scope="module")
 def hf(folder):
-    return rollout.HFEngine(folder, torch.float32, 256, ENDS, 0.4)
+    return hf_engine.HFEngine(folder, torch.float32, 256, ENDS, 0.4)
 
 
 class Says(rollout.Engine):
@@ -307,8 +309,13 @@ class Says(rollout.Engine):
 
 def player(games, name="", tokenizer=TOKENIZER, eos_ids=(END,), **settings):
     environment = f"{games}:{name}" if name else ""
-    return episodes.Player(SimpleNamespace(**SETTINGS | {"environment": environment} | settings), tokenizer,
+    return episodes.EpisodeSampler(SimpleNamespace(**SETTINGS | {"environment": environment} | settings), tokenizer,
                            list(eos_ids))
+
+
+def with_engine(sampler, engine):
+    sampler.engine = engine
+    return sampler
 
 
 def prompts_for(rows, tools=None, tokenizer=TOKENIZER, **settings):
@@ -319,7 +326,7 @@ def prompts_for(rows, tools=None, tokenizer=TOKENIZER, **settings):
 def played(games, name, rows, texts, **settings):
     """The rollouts of episodes in which the policy says these texts."""
     plays = player(games, name, **{"max_completion_length": 5000} | settings)
-    return plays.play(Says(*texts), jobs(prompts_for(rows, plays.tools), 1, [0] * len(rows),
+    return plays.play_jobs(Says(*texts), jobs(prompts_for(rows, plays.tools), 1, [0] * len(rows),
                       plays.settings.max_completion_length, 1.0))
 
 
@@ -346,7 +353,7 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
         request._replace(seed=one.seed) for request, one in zip(hashed, wanted, strict=True)])
     engine_with = SimpleNamespace(generate=generate, sampled={}, stop_if_signalled=engine.stop_if_signalled, versions=engine.versions)
     plays = player("", tokenizer=tokenizer, eos_ids=ENDS, **vars(settings))
-    sample = rollout.Sampler(plays, engine_with)
+    sample = with_engine(plays, engine_with)
     return sample(prompts, n, seeds)
 
 
@@ -354,7 +361,7 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
 def test_a_name_is_used_for_a_prompt_once(engine, games, name, monkeypatch):
     """A second time it would give the same completions, except after a weight sync."""
     plays = player(games, name, seed=0, max_completion_length=12, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0)
-    sample = rollout.Sampler(plays, engine)
+    sample = with_engine(plays, engine)
     engine.sampled = {}
     first, second = prompts_for([{}, {"prompt": [{"role": "user", "content": "Stay."}]}])
     before = sample([first], 2, ["3 0"])
@@ -376,7 +383,7 @@ def test_a_name_is_used_for_a_prompt_once(engine, games, name, monkeypatch):
 def test_a_prompt_may_have_the_beginning_of_an_answer(engine, games, content, busy, monkeypatch):
     """Its tokens belong to the completion and not to what is trained, wherever in a word the answer goes on."""
     sampling = {"seed": 0, "max_completion_length": 12, "temperature": 0.9, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    sample = rollout.Sampler(player(games, eos_ids=ENDS, **sampling), engine)
+    sample = with_engine(player(games, eos_ids=ENDS, **sampling), engine)
     if busy:                                                    # other requests are open, so the player plays
         monkeypatch.setattr(engine, "versions", {-1: {0: 0}})
     (prompt,) = prompts_for([{}])
@@ -394,7 +401,7 @@ def test_a_prompt_may_have_the_beginning_of_an_answer(engine, games, content, bu
         assert rewards.content(r.completion) == "Answe" + rewards.content(other.completion)
         assert type(r.completion) is type(other.completion)
     with pytest.raises(configurator.InputError, match="Echo plays, and no prompt may have the beginning"):
-        rollout.Sampler(player(games, "Echo", **sampling), engine)([prompt], 1, ["c"])
+        with_engine(player(games, "Echo", **sampling), engine)([prompt], 1, ["c"])
 
 
 @pytest.mark.parametrize("name", ["", "Echo"])
@@ -403,7 +410,7 @@ def test_evaluations_sample_by_settings_of_their_own(engine, games, name):
     plays = player(games, name, seed=0, max_completion_length=12, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0,
                    eval_temperature=0.0, eval_top_p=-1.0, eval_top_k=-1, eval_min_p=-1.0)
     settings = plays.settings
-    sample = rollout.Sampler(plays, engine)
+    sample = with_engine(plays, engine)
     prompts = prompts_for([{}, {}])
 
     def ids(**sampling):
@@ -427,7 +434,7 @@ def one_turn(way, engine, prompts, n, seeds, *sampling):
     """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
     if way == "single":
         return single(engine, TOKENIZER, prompts, n, seeds, *sampling)
-    return player("", eos_ids=ENDS).play(engine, jobs(prompts, n, seeds, *sampling))
+    return player("", eos_ids=ENDS).play_jobs(engine, jobs(prompts, n, seeds, *sampling))
 
 
 @pytest.mark.parametrize("way", ["single", "played"])
@@ -456,7 +463,7 @@ def test_a_single_answer_is_the_same_either_way(engine):
         ways = [one_turn(way, engine, prompts, 4, [5, 900], 12, *sampling) for way in ("single", "played")]
         for alone, played in zip(*ways, strict=True):
             assert alone.row is played.row and not alone.problem and not played.problem
-            kept_alone, kept_played = ({name: array.tobytes() for name, array in rollout.as_arrays([r]).items()}
+            kept_alone, kept_played = ({name: array.tobytes() for name, array in saved_rollouts.as_arrays([r]).items()}
                                        for r in (alone, played))
             assert kept_alone == kept_played and identical([alone], [played])
             assert ("0.kept_ids" in kept_alone) == (len(sampling) > 1)
@@ -478,7 +485,7 @@ def test_top_p_top_k_and_min_p_reach_the_engine(hf, way):
 
 def test_an_episode_that_ends_at_once_is_what_the_engine_generates(engine, games):
     prompts = prompts_for([{}, {}])
-    rollouts = player(games, "Once", eos_ids=ENDS).play(engine, jobs(prompts, 4, [5, 9], 120, 0.9))
+    rollouts = player(games, "Once", eos_ids=ENDS).play_jobs(engine, jobs(prompts, 4, [5, 9], 120, 0.9))
     bare = engine.generate(requests([prompt.ids for prompt in prompts], 4, [5, 9], 120, 0.9))
     assert identical(rollouts, bare) and [[*r.rewards.values()] for r in rollouts] == [[1.0]] * 8
 
@@ -504,7 +511,7 @@ def test_a_stop_string_ends_a_turn(games, name, texts):
 def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = prompts_for([{"answer": "."}, {"answer": " more, please"}])
-    rollouts = player(games, "Echo", eos_ids=ENDS).play(engine, jobs(prompts, 8, [5, 9], 120, 0.8))
+    rollouts = player(games, "Echo", eos_ids=ENDS).play_jobs(engine, jobs(prompts, 8, [5, 9], 120, 0.8))
     assert sum(len(r.spans) == 3 for r in rollouts) > 3
     for r in rollouts:
         with torch.no_grad():
@@ -523,7 +530,7 @@ def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder
 def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, games):
     """vLLM finds the beginning of each turn in its prefix cache, the second time the prompt as well."""
     plays = player(games, "Echo", eos_ids=ENDS)
-    play = lambda prompts, seeds: plays.play(engine, jobs(prompts, 4, seeds, 120, 0.9))
+    play = lambda prompts, seeds: plays.play_jobs(engine, jobs(prompts, 4, seeds, 120, 0.9))
     prompts = prompts_for([{"answer": "."}, {"answer": "!"}, {"answer": "?"}])
     first = play(prompts, [5, 9, 200])
     assert len({len(r.spans) for r in first}) > 1
@@ -535,7 +542,7 @@ def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, g
     # The turns of an episode have seeds of their own.
     assert len({r.sampled_ids[:3].tobytes() for r in first}) == 12
     seeds = Says(*[["b<|end|>"] * 3] * 4)
-    plays.play(seeds, jobs(prompts[:1], 4, [7], 120, 1.0))
+    plays.play_jobs(seeds, jobs(prompts[:1], 4, [7], 120, 1.0))
     assert [r.seed for r in seeds.asked[:4]] == [7, 8, 9, 10] and len({r.seed for r in seeds.asked}) == 12
 
 
@@ -543,8 +550,8 @@ def test_an_environment_without_tools_scores_one_answer(tmp_path):
     (tmp_path / "game.py").write_text("class Game:\n    def reset(self, **row):\n        pass\n"
                                       "    def get_reward(self):\n        return 3.0")
     plays = player(tmp_path / "game.py", "Game")
-    plays.trial_episodes(prompts_for([{}]))
-    (r,) = plays.play(Says(["a<|end|>"]), jobs(prompts_for([{}]), 1, [0], 9, 1.0))
+    plays.trial(prompts_for([{}]))
+    (r,) = plays.play_jobs(Says(["a<|end|>"]), jobs(prompts_for([{}]), 1, [0], 9, 1.0))
     assert (r.finish_reason, [*r.rewards.values()], parts_of(r)[1]) == ("stop", [3.0], "a<|end|>")
 
 
@@ -555,7 +562,7 @@ def test_a_row_is_the_conversation_with_what_was_sampled_as_it_was_sampled(games
     # TOKENIZER writes "on" as two tokens, which this one would join.
     plays, engine = player(games, "Script", tokenizer), Says(["on<|end|>", "y<|end|>"])
     row = {"replies": [["no", 0.5, False], ["ignored", 0.25, True]]}
-    (r,) = plays.play(engine, jobs(prompts_for([row], tokenizer=tokenizer), 1, [0],
+    (r,) = plays.play_jobs(engine, jobs(prompts_for([row], tokenizer=tokenizer), 1, [0],
                       plays.settings.max_completion_length, 1.0))
     prompt = TOKENIZER("<|user|>Go.<|end|><|assistant|>").input_ids
     assert tokenizer("on").input_ids == [261]
@@ -575,7 +582,7 @@ def test_a_conversation_needs_no_environment(games):
     row = {"replies": [["no", 0.5, False], ["", 0.25, True]]}
     plays, engine = player(games, "Script", max_turn_length=7), Says(["on<|end|>", "y<|end|>"])
     (prompt,) = prompts_for([row])
-    (r,) = plays.play(engine, jobs([prompt], 1, [9], 21, 1.0))
+    (r,) = plays.play_jobs(engine, jobs([prompt], 1, [9], 21, 1.0))
     talk = Conversation(Request(0, prompt.ids, 9, 21), plays.template)
     for turn, (text, expected) in enumerate(zip(("on<|end|>", "y<|end|>"), engine.asked), 1):
         request = talk.request(turn)
@@ -602,7 +609,7 @@ def test_what_reset_returns_is_added_to_the_last_message(games):
             plays = player(games, "Script", system_prompt=system)
             prompts = prompts_for([kept | {"opening": opening}], system_prompt=system)
             engine = Says(*said)
-            (r,) = plays.play(engine, jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
+            (r,) = plays.play_jobs(engine, jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
             assert parts_of(r)[0] == "<|system|>Play.<|end|>" * bool(system) + (
                 f"<|user|>A<|end|><|assistant|>B<|end|><|user|>{text}<|end|><|assistant|>")
             # max_completion_length counts what follows it.
@@ -889,7 +896,7 @@ def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
     tokenizer = pretrain.make_tokenizer()
     tokenizer.response_template = PARSED
     plays = player(games, "Hinted", tokenizer, max_completion_length=5000)
-    (r,) = plays.play(Says([f"CALL take {json.dumps(given)};<|end|>", "b<|end|>"]), jobs(prompts_for([{}], plays.tools), 1,
+    (r,) = plays.play_jobs(Says([f"CALL take {json.dumps(given)};<|end|>", "b<|end|>"]), jobs(prompts_for([{}], plays.tools), 1,
                       [0], 5000, 1.0))
     assert r.completion[1]["content"] == repr(got)
     assert [*r.completion[0]["tool_calls"][0]["function"]["arguments"].values()] == got
@@ -901,7 +908,7 @@ def test_calls_in_the_form_that_the_tokenizer_describes(games):
     texts = ['I add. CALL add {"amount": 3}; CALL wait {};<|end|>', 'CALL add {"amount; <|end|>',
              call("add", '{"amount": 100}') + "<|end|>"]
     plays = player(games, "Counter", tokenizer, max_completion_length=1000)
-    (r,) = plays.play(Says(texts), jobs(prompts_for([{}], plays.tools), 1, [0],
+    (r,) = plays.play_jobs(Says(texts), jobs(prompts_for([{}], plays.tools), 1, [0],
                       plays.settings.max_completion_length, 1.0))
     parts = parts_of(r)
     assert parts[2] == ("<|user|><tool_response>The total is 3.</tool_response><|end|>"
@@ -916,7 +923,7 @@ def test_what_a_stop_string_has_cut_off_is_not_read_by_a_response_template(games
     tokenizer = pretrain.make_tokenizer()
     tokenizer.response_template = PARSED
     plays = player(games, "Counter", tokenizer, max_completion_length=1000, stop="###")
-    (r,) = plays.play(Says(['CALL add {"amount": 3};###', "Three.###"]), jobs(prompts_for([{}], plays.tools), 1, [0],
+    (r,) = plays.play_jobs(Says(['CALL add {"amount": 3};###', "Three.###"]), jobs(prompts_for([{}], plays.tools), 1, [0],
                       plays.settings.max_completion_length, 1.0))
     assert r.counts["calls"] == 1 and r.counts["failures"] == 0
     assert r.completion[0]["content"] == "" and r.completion[-1]["content"] == "Three."
@@ -929,7 +936,7 @@ def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
     plays = player(games, "Counter", tokenizer)
     texts = ['CALL add {"amount": 3}; is how.</think>CALL add {"amount": 4};<|end|>', "</think>Done.<|end|>"]
     prompts = prompts_for([{}], plays.tools, tokenizer)
-    (r,) = plays.play(Says(texts), jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
+    (r,) = plays.play_jobs(Says(texts), jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
     assert [*r.rewards.values()] == [0.0, 4.0] and parts_of(r)[2].endswith("<|assistant|><think>")
 
 
@@ -959,7 +966,7 @@ def test_rewards_and_environments_see_special_tokens(games, way):
         if way == "single":
             (r,) = single(engine, tokenizer, [prompt], 1, [0], 9, 1.0)
         else:
-            (r,) = player(games, "Hears", tokenizer).play(engine, jobs([prompt], 1, [0], 9, 1.0))
+            (r,) = player(games, "Hears", tokenizer).play_jobs(engine, jobs([prompt], 1, [0], 9, 1.0))
             assert r.extra == {"heard": text}
         assert r.completion == [{"role": "assistant", "content": text}] and r.sampled_ids.tolist() == ids
 
@@ -993,7 +1000,7 @@ def test_neither_a_result_nor_a_tool_that_was_made_up_is_a_control_token(games):
 
 def test_threads_change_nothing_but_the_order(hf, games):
     prompts = prompts_for([{"answer": mark} for mark in ".!?,"])
-    runs = [player(games, "Echo", eos_ids=ENDS, call_workers=workers).play(
+    runs = [player(games, "Echo", eos_ids=ENDS, call_workers=workers).play_jobs(
         hf, jobs(prompts, 4, [5, 9, 1, 3], 120, 0.9)) for workers in (0, 4)]
     for alone, threaded in zip(*runs, strict=True):
         assert alone.ids.tolist() == threaded.ids.tolist() and alone.completion == threaded.completion
@@ -1006,7 +1013,7 @@ def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
     """As many as there are threads, and never more."""
     plays, count = player(games, "Busy", call_workers=workers), 16 if workers else 2
     plays.make.most = plays.make.calls = 0
-    rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), jobs(prompts_for([{"together": workers or 1}]), count,
+    rollouts = plays.play_jobs(Says(*[["a<|end|>"] * 3] * count), jobs(prompts_for([{"together": workers or 1}]), count,
                           [5], 120, 1.0))
     busy = plays.make
     assert busy.most == (workers or 1) and busy.now == 0 and busy.calls == 4 * count
@@ -1016,7 +1023,7 @@ def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
 def test_the_engine_goes_on_while_an_environment_works(games):
     engine = Says(["a<|end|>"], ["b<|end|>"])
     engine.at_once = 1
-    rollouts = player(games, "Waits", call_workers=2).play(
+    rollouts = player(games, "Waits", call_workers=2).play_jobs(
         engine, jobs(prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 120, 1.0))
     assert [[*r.rewards.values()] for r in rollouts] == [[1.0], [1.0]]
 
@@ -1086,7 +1093,7 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
 def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch):
     """As config files name some of the project's own, and a run may start in any folder."""
     name = "environments/guess_number.py"
-    monkeypatch.setattr(user_code, "STARTED_IN", str(tmp_path))
+    monkeypatch.setattr(configurator, "STARTED_IN", str(tmp_path))
     assert configurator.source_of(name) == f"{ROOT}/{name}"
     assert player("", environment=f"{name}:Guess").methods["step"]
     assert configurator.source_of(f"{ROOT}/{name}") == f"{ROOT}/{name}"
@@ -1134,13 +1141,13 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
     plays = player(tmp_path / "game.py", "Game", call_timeout=0.3 if "timeout" in told else 10.0)
     prompts = prompts_for([{"secret": 7}])
     with pytest.raises(ValueError) as error:
-        plays.trial_episodes(prompts)
+        plays.trial(prompts)
     assert str(error.value).startswith("environment=") and ":Game, " in str(error.value) and told in str(error.value), str(error.value)
     assert "column" in told or str(error.value).endswith(
         "; the row is {'prompt': [{'role': 'user', 'content': 'Go.'}], 'secret': 7}")
     # During the run what it must not return ends the run, and what it raises ends the episode.
     try:
-        (r,) = plays.play(Says(["a<|end|>"]), jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
+        (r,) = plays.play_jobs(Says(["a<|end|>"]), jobs(prompts, 1, [0], plays.settings.max_completion_length, 1.0))
         assert told in r.counts["problem"] and ("raised" in told or "took" in told or "so much" in told)
     except ValueError as later:
         assert told in str(later) and not ("raised" in told or "took" in told)
@@ -1150,10 +1157,10 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
 def test_a_trial_plays_after_every_prompt(games, name, row):
     """Also where the first episode ends after its first turn; and what it plays has no effect."""
     plays = player(games, name)
-    plays.trial_episodes(prompts_for([row, row], plays.tools))
+    plays.trial(prompts_for([row, row], plays.tools))
     broken = {"opening": 3, "start": "x"} if name == "Script" else {"start": "x"}
     with pytest.raises(ValueError, match="(Script, .* turn: reset returned 3|Counter, .*: raised ValueError)"):
-        plays.trial_episodes(prompts_for([row, row | broken], plays.tools))
+        plays.trial(prompts_for([row, row | broken], plays.tools))
 
 
 CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -1170,5 +1177,5 @@ def test_prompts_and_tokenizers_without_a_chat_are_refused(games, row, chat, tem
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=told) as error:
         plays = player(games, "Script", tokenizer, chat=chat)
-        plays.trial_episodes(prompts_for([{"replies": [LAST]} | row]))
+        plays.trial(prompts_for([{"replies": [LAST]} | row]))
     assert template == CONTENTS or str(error.value).startswith(f"environment={games}:Script ")

@@ -13,7 +13,7 @@ import data
 import runs
 from runs import load_rows, on_ranks, shut_down
 import rollout
-from options.episodes import Player, OpenEpisodes
+from options.episodes import EpisodeSampler, OpenEpisodes
 from options.in_flight import InFlightSampler
 from rollout import Request, Rollout
 from test_episodes import SETTINGS, TOKENIZER
@@ -131,7 +131,7 @@ def prompts(count, rows="algebra"):
 
 def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of):
     """A group that came later may be complete earlier, and versions count over each rollout's tokens."""
-    table = OpenEpisodes(Player(SimpleNamespace(**SETTINGS), TOKENIZER, vllm.eos_ids), vllm)
+    table = OpenEpisodes(EpisodeSampler(SimpleNamespace(**SETTINGS), TOKENIZER, vllm.eos_ids), vllm)
     jobs = [(prompt.row, Request(None, prompt.ids, 10 * n, 24)) for n, prompt in enumerate(prompts(3))]
     table.add("long", jobs)
     assert table.step() == {} and len(table.playing) == 3
@@ -166,7 +166,7 @@ def test_versions_of_an_episode_count_the_tokens_of_all_its_turns(folder, games,
     """The turns are of one version each, and between them there is what the environment inserts."""
     engine = made("hf", folder, model_of, length=200)
     settings = SETTINGS | {"environment": f"{games}:Letters", "max_prompt_length": 80, "max_turns": 4}
-    player = Player(SimpleNamespace(**settings), TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
+    player = EpisodeSampler(SimpleNamespace(**settings), TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
     engine.eos_ids = torch.tensor(player.eos_ids)
     table = OpenEpisodes(player, engine)
     table.add("all", [(prompt.row, Request(None, prompt.ids, 10 * n, settings["max_completion_length"]))
@@ -199,7 +199,7 @@ def test_two_tables_on_one_engine_get_their_own_answers(name, request, folder, m
     """Also if one of them takes the step that answers the other."""
     engine = request.getfixturevalue("vllm") if name == "vllm" else made("hf", folder, model_of)
     engine.max_seqs = 2                                         # of the plain engine
-    plain = Player(SimpleNamespace(**SETTINGS), TOKENIZER, [TOKENIZER.eos_token_id])
+    plain = EpisodeSampler(SimpleNamespace(**SETTINGS), TOKENIZER, [TOKENIZER.eos_token_id])
     alone = [OpenEpisodes(plain, engine).play(jobs(4, length, seed)) for length, seed in ((12, 0), (6, 7))]
     tables = [OpenEpisodes(plain, engine) for _ in range(2)]
     tables[0].add("all", jobs(4, 12, 0))
@@ -220,7 +220,7 @@ def test_a_signal_ends_a_loop_over_steps(folder, model_of, mesh, games, calls):
     engine = made("hf", folder, model_of, length=200)
     settings = SETTINGS | {"environment": f"{games}:Letters" if calls else "", "max_prompt_length": 80,
                            "call_workers": 2 * calls}
-    table = OpenEpisodes(Player(SimpleNamespace(**settings), TOKENIZER, [TOKENIZER.eos_token_id]), engine)
+    table = OpenEpisodes(EpisodeSampler(SimpleNamespace(**settings), TOKENIZER, [TOKENIZER.eos_token_id]), engine)
     table.add("a", jobs(2))
     table.add("b", jobs(1))
     engine.signalled = True
@@ -270,8 +270,10 @@ SAMPLING = SETTINGS | {"max_completion_length": 24, "temperature": 1.0, "top_p":
 def samplers(engine):
     """One that may leave groups open, and one that may not."""
     settings = SimpleNamespace(**SAMPLING)
-    player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
-    return [kind(player, engine) for kind in (InFlightSampler, rollout.Sampler)]
+    both = [kind(settings, TOKENIZER, [TOKENIZER.eos_token_id]) for kind in (InFlightSampler, EpisodeSampler)]
+    for sampler in both:
+        sampler.engine = engine
+    return both
 
 
 def test_groups_go_on_in_the_next_step(vllm, model_of):
@@ -356,7 +358,7 @@ class Slow:
         closed.append(self)
 """)
     settings = SimpleNamespace(**SETTINGS | {"environment": f"{file}:Slow", "call_workers": 2})
-    player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
+    player = EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id])
     module = sys.modules[type(player.idle[0]).__module__]
     engine = made("hf", folder, model_of, length=200)
     engine.max_seqs = 1

@@ -6,17 +6,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-import rollout
-from options.lora import merge
-from model import load_policy, micro_batches
-from packing import pack
 from runs import ROOT, forked
-from options import kept_sets
 from test_lora import SMALL, adapted
 from test_model import keep, plain_logps, random_sets
 from test_packing import episode, random_parts, random_rows, rows_of_parts
+from transformers import AutoModelForCausalLM
+
+from model import load_policy, micro_batches
+from options import kept_sets
+from options.lora import merge
+from packing import pack
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -81,9 +80,9 @@ def test_a_list_of_logprobs_that_may_lack_tokens_is_an_error():
     flat.append_fast([4, 7, 4, 9], [-1.0, -0.5, -1.0, float("-inf")], [2, 1, 2, 3], [None] * 4)
     flat.append_fast([7, 7, 4, 9], [-0.7, -0.7, -1.0, -3.0], [1, 1, 2, 3], [None] * 4)
     with pytest.raises(RuntimeError, match="from 3 tokens or more: too many tie at the last place of top_k"):
-        rollout.kept_sets(flat, 100)
+        kept_sets.read_sets(flat, 100)
     # If these are all tokens that there are, the list is whole.
-    assert [ids.tolist() for ids in rollout.kept_sets(flat, 3)] == [[7, 4], [7, 4, 9]]
+    assert [ids.tolist() for ids in kept_sets.read_sets(flat, 3)] == [[7, 4], [7, 4, 9]]
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -373,18 +373,18 @@ def noisy(folder, tmp_path_factory):
 
 HARMED = """
 import runpy
-import rollout
-plain, fill = rollout.sample_tokens, rollout.HFEngine.load_weights
+import hf_engine
+plain, fill = hf_engine.sample_tokens, hf_engine.HFEngine.load_weights
 def colder():
-    rollout.sample_tokens = lambda logits, uniform, heat, *rest: plain(logits, uniform, 0.7 * heat, *rest)
+    hf_engine.sample_tokens = lambda logits, uniform, heat, *rest: plain(logits, uniform, 0.7 * heat, *rest)
 HARM
 runpy.run_path("train_grpo.py", run_name="__main__")
 """
-SYNC = "rollout.HFEngine.load_weights = lambda self, weights, version: "
+SYNC = "hf_engine.HFEngine.load_weights = lambda self, weights, version: "
 
 
 @pytest.mark.parametrize("harm, found", [
-    ("", None), ("colder()", 0), ("rollout.sample_tokens = lambda *given: plain(*given[:3], 0.5)", 0),
+    ("", None), ("colder()", 0), ("hf_engine.sample_tokens = lambda *given: plain(*given[:3], 0.5)", 0),
     (SYNC + "(fill(self, weights, version), colder())", 1),
     (SYNC + "fill(self, ((name.replace('.4.', '.3.'), x) for name, x in weights), version)", "sync")])
 def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, tmp_path, harm, found):
@@ -472,14 +472,14 @@ def test_a_rank_that_dies_ends_the_other(folder, tmp_path):
 
 
 LATE = """
-import os, time, rollout
-load_weights, calls = rollout.HFEngine.load_weights, 0
+import os, time, hf_engine
+load_weights, calls = hf_engine.HFEngine.load_weights, 0
 def late(engine, named_tensors, version):
     if os.environ["RANK"] == "1":
         time.sleep(600)
     load_weights(engine, named_tensors, version)
 def sync(prompts, completions, **_):
-    rollout.HFEngine.load_weights = late
+    hf_engine.HFEngine.load_weights = late
     return [0.5 * (i % 2) for i in range(len(completions))]
 def reward(prompts, completions, **_):
     global calls

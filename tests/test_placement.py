@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from runtime import checkpoint
 from options import placement
 import runs
-from rollout import Rollout, as_arrays, from_arrays
+from options.saved_rollouts import as_arrays, from_arrays
+from rollout import Rollout
 from runs import begin, begin_torchrun, finish, forked, kept_rollouts, lines, refused, with_defaults
 from test_many_ranks import bits
 from test_survive import count_lines, wait_for

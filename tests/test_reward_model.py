@@ -15,7 +15,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 
 import data
 import rewards
-from options.episodes import Player
+from options.episodes import EpisodeSampler
 from tiny import pretrain
 from model import load_critic
 from rollout import Rollout
@@ -187,7 +187,7 @@ def scorer_of(path):
                 "reward_errors": "stop", "stop": "", "environment": "", "agent": "", "tools": "", "max_environments": 0,
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
     settings = SimpleNamespace(**settings)
-    player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
+    player = EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id])
     return rewards.Scorer(settings, torch.device("cpu"), torch.float32, player)
 
 

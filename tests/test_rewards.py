@@ -23,7 +23,7 @@ import configurator
 import data
 from runs import load_rows
 import rewards
-from options.episodes import Player
+from options.episodes import EpisodeSampler
 from losses import group_std
 from rollout import Rollout
 from options import reward_model, user_code
@@ -467,7 +467,7 @@ def scorer(tmp_path, monkeypatch):
         (tmp_path / "my_reward.py").write_text(source)
         spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
         settings = SimpleNamespace(**SETTINGS | spec | settings)
-        return Again(settings, torch.device("cpu"), torch.float32, Player(settings, TOKENIZER, [TOKENIZER.eos_token_id]))
+        return Again(settings, torch.device("cpu"), torch.float32, EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id]))
     monkeypatch.setattr(reward_model, "RewardModel", Digits)
     return scorer
 

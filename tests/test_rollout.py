@@ -21,8 +21,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM,
                           GenerationConfig)
 
+import hf_engine
 import rollout
+import vllm_engine
 from model import micro_batches
+from options import vllm_025
+from options.stop_strings import StopStrings
 from runtime import model_folder
 from runtime.metrics import compare_logprobs
 from runs import announced, on_ranks, requests, shut_down
@@ -139,7 +143,7 @@ def test_the_plain_engine_computes_the_softcap_of_attention(tmp_path):
         num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0,
         initializer_range=0.3)).save_pretrained(tmp_path)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    plain = rollout.HFEngine(str(tmp_path), torch.float32, 64, [1], 0.5)
+    plain = hf_engine.HFEngine(str(tmp_path), torch.float32, 64, [1], 0.5)
     assert largest_gap(generate(plain), eager, 0.8) < 1e-5
 
 
@@ -178,8 +182,7 @@ def watches(engine, stop, folder, monkeypatch):
     """Gives an engine what load_engine gives one that it makes."""
     settings = SimpleNamespace(engine="hf", vllm_gpu_memory_utilization=0.4, stop=stop)
     made = rollout.load_engine(settings, folder, torch.float32, 64, [10, 20, 30])
-    for name in ("stop", "stop_reach", "tokenizer", "completing"):
-        monkeypatch.setattr(engine, name, getattr(made, name))
+    monkeypatch.setattr(engine, "stop", made.stop)
     return made
 
 
@@ -211,7 +214,7 @@ def test_a_stop_string_ends_a_completion(engine, folder, monkeypatch, trial):
     for before, r, (count, reason, text) in zip(plain, rollouts, expected, strict=True):
         assert r.sampled_ids.tolist() == before.sampled_ids[:count].tolist() and r.finish_reason == reason
         assert np.abs(r.logprobs - before.logprobs[:count]).max() < 1e-5
-        assert rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30], engine.stop) == text
+        assert engine.stop.before(rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30])) == text
     assert 4 < sum(count < len(before.logprobs) for before, (count, *_) in zip(plain, expected)) < 64
     # Nothing is sampled beyond the step that was under way.
     assert len(steps) <= max(count for count, *_ in expected) + 2
@@ -223,13 +226,13 @@ def test_a_stop_string_ends_a_completion(engine, folder, monkeypatch, trial):
 def test_a_stop_string_inside_a_token(talker, monkeypatch):
     """The token stays whole in the row, and the text ends inside it."""
     tokenizer = AutoTokenizer.from_pretrained(talker)
-    engine = rollout.HFEngine(talker, torch.float32, 64, [10, 20, 30], 0.4)
+    engine = hf_engine.HFEngine(talker, torch.float32, 64, [10, 20, 30], 0.4)
     plain = generate(engine, n=16)
     watches(engine, '"name",l_call', talker, monkeypatch)
     for before, r, (count, reason, text) in zip(plain, generate(engine, n=16), until_stopped(
             plain, ['"name"', "l_call"], tokenizer, [10, 20, 30]), strict=True):
         assert r.sampled_ids.tolist() == before.sampled_ids[:count].tolist() and r.finish_reason == reason
-        assert rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30], engine.stop) == text
+        assert engine.stop.before(rollout.text_of(tokenizer, r.sampled_ids.tolist(), [10, 20, 30])) == text
         assert reason == "length" or text.endswith("<too") or before.finish_reason == "stop"
 
 
@@ -251,28 +254,24 @@ def test_a_stop_string_is_seen_when_the_whole_text_has_it(decoder, pieces, stops
     tokenizer.decoder = decoder
     for _ in range(300):
         stop = rng.choice(stops)
-        engine = rollout.Engine()
-        engine.stop = rollout.stop_strings(stop)
-        engine.stop_reach = len(stop.encode()) + 8
-        engine.tokenizer = tokenizer
-        engine.completing = {}
+        strings = StopStrings(stop, tokenizer)
         ids = []
         for piece in rng.choices(pieces, k=30):
             ids += [vocabulary[piece]] if piece in vocabulary else [vocabulary[BYTES[byte]] for byte in piece.encode()]
         for count in range(1, len(ids) + 1):
             text = tokenizer.decode(ids[:count])
-            stopped = any(string in text for string in engine.stop)
-            assert engine.has_stopped(ids[:count]) == stopped, (stop, text)
+            stopped = any(string in text for string in strings.strings)
+            assert strings.completed_by(ids[:count]) == stopped, (stop, text)
             if stopped:
                 break
 
 
 def test_how_stop_strings_are_written():
-    assert rollout.stop_strings(r"\nUser:,</answer>,é,你好|, .*") == ["\nUser:", "</answer>", "é", "你好|", " .*"]
-    assert rollout.stop_strings("") == []
+    strings = StopStrings(r"\nUser:,</answer>,é,你好|, .*", None).strings
+    assert strings == ["\nUser:", "</answer>", "é", "你好|", " .*"]
     for stop in (",", "a,", ",a", "a,,b"):
         with pytest.raises(ValueError, match=f"stop={stop}: a string between its commas is empty"):
-            rollout.stop_strings(stop)
+            StopStrings(stop, None)
 
 
 def test_a_generation_repeats_under_its_seeds_whatever_else_is_in_the_batch(engine):
@@ -367,7 +366,7 @@ def test_a_model_of_vllm_without_a_head_gets_a_float32_one(monkeypatch):
     embed.quant_method = embeddings.UnquantizedEmbeddingMethod()
     llm = SimpleNamespace(apply_model=lambda patch: patch(torch.nn.Sequential(embed)))
     monkeypatch.setattr("vllm.__version__", "0.25.1")
-    rollout.compute_logits_in_float32(llm)
+    vllm_025.compute_logits_in_float32(llm)
     expected = hidden.double() @ embed.weight.double().T
     logits = embed.quant_method.apply(embed, hidden)
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
@@ -403,7 +402,7 @@ class SleepyLLM:
 
 @pytest.mark.skipif("vllm" not in ENGINES, reason="needs vLLM")
 def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
-    engine = rollout.VLLMEngine(folder, torch.float32, 64, [10, 20, 30], 0.4)
+    engine = vllm_engine.VLLMEngine(folder, torch.float32, 64, [10, 20, 30], 0.4)
     engine.llm, engine.cuda, engine.sleeps = SleepyLLM(engine.llm), True, True
     engine._sleep()
     for _ in range(3):
@@ -447,7 +446,7 @@ def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top
     expected = slow_truncation((logits.double() / temperature).softmax(-1).tolist(), top_p, top_k, min_p)
     # Every twenty-thousandth once.
     uniform = (torch.arange(20000) + 0.5) / 20000
-    tokens, logprobs, kept = rollout.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k, min_p)
+    tokens, logprobs, kept = hf_engine.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k, min_p)
     assert set(tokens.tolist()) == set(expected)
     assert kept[7].nonzero()[:, 0].tolist() == sorted(expected) if top_k else kept is None
     for token, p in expected.items():
@@ -459,19 +458,19 @@ def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top
 def test_sample_tokens_never_draws_an_impossible_token():
     logits = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
     for u in (0.0, 1 - 2 ** -24):
-        token, logprob, _ = rollout.sample_tokens(logits, torch.tensor([u]), 1.0)
+        token, logprob, _ = hf_engine.sample_tokens(logits, torch.tensor([u]), 1.0)
         assert token.item() in (0, 1) and logprob.isfinite().all()
 
 
 def test_hf_engine_keeps_the_logits_of_one_step_only(folder, monkeypatch):
-    seen, most_alive, original = [], [], rollout.sample_tokens
+    seen, most_alive, original = [], [], hf_engine.sample_tokens
 
     def spy(logits, *args):
         seen.append(weakref.ref(logits.untyped_storage()))
         most_alive.append(sum(ref() is not None for ref in seen))
         return original(logits, *args)
-    engine = rollout.HFEngine(folder, torch.float32, 64, [10], 0.4)
-    monkeypatch.setattr(rollout, "sample_tokens", spy)
+    engine = hf_engine.HFEngine(folder, torch.float32, 64, [10], 0.4)
+    monkeypatch.setattr(hf_engine, "sample_tokens", spy)
     generate(engine, max_tokens=16)
     assert len(seen) == 16 and max(most_alive) <= 2
 
@@ -690,9 +689,9 @@ def test_a_terminal_shows_how_far_the_work_is_and_a_pipe_nothing(engine, monkeyp
 
 def test_engine_choice(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert rollout.engine_class("auto") is rollout.HFEngine and rollout.engine_class("hf") is rollout.HFEngine
+    assert rollout.engine_class("auto") is hf_engine.HFEngine and rollout.engine_class("hf") is hf_engine.HFEngine
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert rollout.engine_class("auto") is rollout.engine_class("vllm") is rollout.VLLMEngine
+    assert rollout.engine_class("auto") is rollout.engine_class("vllm") is vllm_engine.VLLMEngine
 
 
 def test_a_score_is_the_sum_of_its_rewards_and_the_last_token_gets_the_difference():

@@ -17,11 +17,11 @@ STILL = [*REAL[:-1], "--learning_rate=1e-9", "--max_steps=2"]
 # An engine that reports other logprobs than it samples from.
 SHIFTED = """
 import runpy, sys
-import rollout
-step = rollout.HFEngine.step
+import hf_engine
+step = hf_engine.HFEngine.step
 def shifted(self):
     return [answer._replace(logprobs=[x + 0.05 for x in answer.logprobs]) for answer in step(self)]
-rollout.HFEngine.step = shifted
+hf_engine.HFEngine.step = shifted
 sys.argv[0] = "SCRIPT"
 runpy.run_path("SCRIPT", run_name="__main__")
 """

@@ -12,7 +12,7 @@ from transformers.utils import get_json_schema
 
 import data
 import rewards
-import rollout
+import hf_engine
 from environments.calculator import Calculator
 from environments.guess_number import Guess
 from runs import forked, load_rows, refused, requests
@@ -68,7 +68,7 @@ def test_the_shipped_base_is_as_documented():
     base = SHIPPED["tiny"]
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = load_rows("algebra", "eval", 128)
-    engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
+    engine = hf_engine.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
     samples = engine.generate(requests(prompts, 4, [8 * i for i in range(128)], 64, 1.0))
     texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]
@@ -85,7 +85,7 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
     base = SHIPPED["tiny_compose"]
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = load_rows("compose", "eval", 240)
-    engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
+    engine = hf_engine.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
     samples = engine.generate(requests(prompts, 4, [8 * i for i in range(240)], 56, 1.0))
     texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import config.shared
 import data
 from bench import worked
-from options.episodes import Player
+from options.episodes import EpisodeSampler
 from tasks.examples import draw, load_examples
 from runs import begin, forked, lines, refused, train, with_defaults, without_times
 from runtime.model_folder import load_tokenizer
@@ -233,7 +233,7 @@ def load(folder, path, rows, template="", **more):
         setattr(settings, key, value)
     tokenizer = load_tokenizer(folder, settings=settings)
     tokenizer.chat_template = template or tokenizer.chat_template
-    return load_examples(Player(settings, tokenizer, [tokenizer.eos_token_id]), "train")
+    return load_examples(EpisodeSampler(settings, tokenizer, [tokenizer.eos_token_id]), "train")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -359,7 +359,9 @@ def check_values(settings):
               f"{key}={value}: must be above 0, and below 2 ** 31")
         check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
-        check(value in CHOICES.get(key, [value]), f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
+        own_engine = key == "engine" and ":" in value           # file.py:Engine
+        check(own_engine or value in CHOICES.get(key, [value]),
+              f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
     for rule, message in RULES:
         names = [*inspect.signature(rule).parameters]
         if values.keys() >= {*names}:

@@ -182,7 +182,11 @@ class Answer(NamedTuple):
 
 
 def engine_class(engine):
-    """Return the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf."""
+    """Return the class for engine vllm, hf, auto, which is vllm if it is installed and otherwise hf, or
+    mine.py:Engine, a class of the user's."""
+    if ":" in engine:
+        from options.own_engine import own_engine_class
+        return own_engine_class(engine)
     if engine == "vllm" or (engine == "auto" and importlib.util.find_spec("vllm")):
         from vllm_engine import VLLMEngine
         return VLLMEngine

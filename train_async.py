@@ -47,7 +47,7 @@ train_file = ""                 # rows of task=file: files, folders, patterns or
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
 reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; "none" if a
                                 # reward model or an environment alone scores (config/shared.py)
-engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
+engine = "auto"                 # vllm, hf (plain PyTorch), auto (vllm if it is installed), or file.py:Engine
 prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # in tokens; longer prompts are left out

@@ -32,7 +32,7 @@ train_file = ""                 # rows of task=file: files, folders, patterns or
 eval_file = ""                  # held-out rows, in the same form; if empty, an eighth of train_file's prompts
 reward = ""                     # file.py:function,... or math_verify; if empty, the task's own; none: nothing
                                 # is sampled
-engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
+engine = "auto"                 # vllm, hf (plain PyTorch), auto (vllm if it is installed), or file.py:Engine
 prompts_per_step = 32           # of all ranks together
 max_prompt_length = 64          # in tokens; longer prompts are left out of evaluations
 max_completion_length = 64      # in tokens, of what is sampled; longer rows than both together are left out

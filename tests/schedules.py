@@ -684,7 +684,7 @@ class Session:
                 continue
             require(answer.ids, "an agent waits and gets no answer")
             episode.extra["turns"].append(turn)
-            text, message, _ = episode.player.read_turn(episode.conversation, answer)
+            text, message, _ = episode.sampler.read_turn(episode.conversation, answer)
             episode.conversation.add_turn(answer, message)
             if not episode.conversation.add_reply([{"role": "user", "content": text}]):
                 break

@@ -545,7 +545,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     script = changed(
         tmp_path,
         ("    scorer = rewards.Scorer(",
-         "    _, hard_set, _ = data.load_split(tokenizer, settings, 'eval', player.tools, task='file', "
+         "    _, hard_set, _ = data.load_split(tokenizer, settings, 'eval', sample.tools, task='file', "
          f"eval_file='{tmp_path}/hard.jsonl', eval_prompts=0)\n"
          "    scorer = rewards.Scorer("),
         ("    if run.due(step, save_interval):",

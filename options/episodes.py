@@ -450,6 +450,8 @@ class Player:
                 raise InputError(problem) from self.failure
         return rollouts
 
+    trial = trial_episodes                          # what rewards.Scorer calls it
+
     def play(self, engine, jobs):
         """Return a Rollout for each of these jobs. A job is a row and the Request for the first turn, as
         rollout.jobs_for makes them. Its max_tokens counts all tokens after the prompt.

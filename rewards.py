@@ -4,8 +4,8 @@
     load_scorer                             makes the Scorer that a run's settings ask for
     Scorer                                  scores rollouts; its docstring says how parts add up
 
-Rewards of yours (--reward) are called by options/user_rewards.py. options/episode_rewards.py has what concerns
-episodes, and options/reward_model.py the judge. Runs without these settings do not open these files.
+options/user_rewards.py calls rewards of yours (--reward), options/episode_rewards.py scores episodes, and
+options/reward_model.py judges by a model. Runs without these settings do not open these files.
 """
 import math
 import re
@@ -115,7 +115,7 @@ def load_scorer(settings, sample, device, dtype):
     """Return the Scorer of a run.
 
     settings: what configure returned. sample: the sampler of what is scored. device, dtype: where and in
-    which precision a reward model computes. Raises InputError if a reward or the reward model cannot be loaded.
+    which precision a reward model computes. Raises InputError if a reward or that model cannot be loaded.
     """
     kind = Scorer
     if settings.environment or settings.tools or settings.agent:

@@ -33,8 +33,8 @@ class EpisodeScorer(Scorer):
             self.sources.append(self._by_environment)
 
     def check_rewards(self, prompts):
-        """Score made-up episodes, as rewards.Scorer does. Return the first prompt as an episode shows it to the
-        model, for the console, or "" if it is as in the data.
+        """Score made-up episodes, as rewards.Scorer does. Return the first prompt as an episode shows it to
+        the model, for the console, or "" if it is as in the data.
 
         Raises InputError also if the environment or the chat template cannot be used.
         """

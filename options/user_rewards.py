@@ -237,7 +237,7 @@ def read_results(name, returned, completions, logged):
 
 
 def read_value(name, value, text):
-    # Returns the parts and steps of the value that the reward of this name returned for the completion `text`.
+    # Returns the parts and steps of the value that the reward of this name returned for this completion.
     steps = []
     parts = {name: value}
     if value is None:

@@ -1,6 +1,6 @@
-"""Rewards in verl's form: compute_score(data_source, solution_str, ground_truth, extra_info), for a completion.
+"""Rewards in verl's form: compute_score(data_source, solution_str, ground_truth, extra_info).
 
-For a batch the names are in the plural. Runs without such a reward do not open this file.
+A function for a batch has these names in the plural. Runs without such rewards do not open this file.
 """
 from rewards import content
 

@@ -66,8 +66,9 @@ with input_errors():
     longest = max(max_prompt_length, *(len(row.ids) for row in prompts)) + max_completion_length
     compute_dtype = distributed.compute_dtype(dtype)
     settings.reward_model = ""                                  # a setting of a training run
-    scorer = rewards.Scorer(settings, device, compute_dtype, sample)
-    scorer.budget = math.inf                                    # it scores all completions at once
+    scorer = rewards.load_scorer(settings, sample, device, compute_dtype)
+    if scorer.user_rewards:
+        scorer.user_rewards.budget = math.inf                   # they score all completions at once
     # A broken environment or reward shows now. Completions of --prompt are not scored.
     if prompt:
         sample.trial(prompts)

@@ -131,7 +131,7 @@ with input_errors():                                            # an InputError 
 # ---------------------------------------------------------------- the engines
 if not bridge.trains:
     with input_errors():
-        scorer = rewards.Scorer(settings, device, compute_dtype, sampler)       # scorer(rollouts) scores them
+        scorer = rewards.load_scorer(settings, sampler, device, compute_dtype)  # scorer(rollouts) scores them
         # The reward must score made-up completions of a training and a held-out prompt, or the run ends.
         first_prompts, _ = train_set.draw(0, 1, seed)
         episode_note = scorer.check_rewards(first_prompts + eval_set[:1])

@@ -97,7 +97,7 @@ with input_errors():                                            # an InputError 
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
     # that are held out. data_note describes both for the console.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sample.tools)
-    scorer = rewards.Scorer(settings, device, compute_dtype, sample)        # scorer(rollouts) scores them
+    scorer = rewards.load_scorer(settings, sample, device, compute_dtype)   # scorer(rollouts) scores them
     # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
     run.check_data(folders, train_set, eval_set, data_note)
     first_prompts, _ = train_set.draw(0, 1, seed)

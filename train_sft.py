@@ -85,7 +85,7 @@ with input_errors():                                            # an InputError 
         f"{tokenizer.decode(turn.sampled_ids)[:500]!r}.\n{note}"))
     rollout_engine = rollout.Engine()                           # this one samples nothing
     if scored:
-        scorer = rewards.Scorer(settings, device, compute_dtype, sample)        # scorer(rollouts) scores them
+        scorer = rewards.load_scorer(settings, sample, device, compute_dtype)   # scorer(rollouts) scores them
         scorer.check_rewards(eval_set[:2])                      # if it cannot score, the run stops here
         rollout_engine = rollout.load_engine(
             settings, folders.policy, compute_dtype, longest, folders.eos_ids)

@@ -67,7 +67,7 @@ tokenizer = load_tokenizer(base, settings=settings)
 eos_ids = end_tokens(base, tokenizer)
 train_set, eval_set, _ = data.load_prompts(tokenizer, settings)
 sample = rollout.load_sampler(settings, tokenizer, eos_ids)
-scorer = rewards.Scorer(settings, "cpu", torch.float32, sample)
+scorer = rewards.load_scorer(settings, sample, "cpu", torch.float32)
 evaluator = hf_engine.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
 sample.engine = evaluator
 policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -116,8 +116,7 @@ config = GRPOConfig(
     num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
     temperature=temperature, loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon,
     max_grad_norm=grad_clip, logging_steps=num_mini_batches, disable_tqdm=True, report_to=[], save_strategy="no")
-loaded = rewards.load_reward(reward, task)
-function = loaded.function or load_from(loaded.spec, "reward", "function")
+function = load_from(reward, "reward", "function") if reward else scorer.task_reward
 trainer = GRPOTrainer(policy, function, config, Dataset.from_list(rows), processing_class=tokenizer,
                       callbacks=[Log()], optimizers=(optimizer, scheduler))
 evaluations[0] = evaluate()

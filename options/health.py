@@ -9,7 +9,7 @@ import textwrap
 from collections import defaultdict, namedtuple
 from operator import itemgetter
 
-from tasks.check_answer import content
+from rewards import content
 
 WINDOW = 5                      # steps in a mean
 LEAST = 5                       # a rule is broken if so many means in a row are beyond its limit
@@ -168,7 +168,7 @@ def same_scores(rollouts):
         text = (f"All {len(group)} scores{of_source} in the first {FIRST_STEPS} steps are {first.score:g}, "
                 "so they teach nothing. Does the reward read what the model writes? The first completion, "
                 f"where {first.row.get('answer')!r} is right, ends with {ending[-80:]!r}.")
-        unanswered = sum(r.answered is False for r in group)
+        unanswered = sum(r.answer == "" for r in group)
         if unanswered:
             text += f" In {unanswered} of them no answer was found."
         texts.append(filled(text))

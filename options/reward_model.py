@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from configurator import InputError, reading
 from options.chat_template import broken_up
+from rewards import Result
 from runtime.model_folder import check_loaded, check_model, load_tokenizer
 
 
@@ -56,6 +57,13 @@ class RewardModel:
         # In bfloat16 scores near 16 would be multiples of 1/8.
         head = getattr(self.model, "score", None) or self.model.classifier
         head.float().register_forward_pre_hook(in_float32)
+
+    def __call__(self, rollouts, columns):
+        """Return the scores of rollouts as a source of rewards.Scorer. A NaN leaves its rollout unscored."""
+        results = []
+        for value in self.score(columns["prompts"], columns["completions"]):
+            results.append(Result({"reward_model": value}, unscored=math.isnan(value)))
+        return [("reward_model", results)]
 
     @torch.no_grad()
     def score(self, prompts, completions):

@@ -28,7 +28,6 @@ from torch.utils.tensorboard import SummaryWriter
 from configurator import InputError, source_of, specs
 from options import health
 from runtime import checkpoint, distributed
-from tasks.check_answer import comparison, content, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/
@@ -107,15 +106,12 @@ def evaluation_metrics(rollouts, k, name="eval"):
 def majority(rollouts):
     """Return the rollout whose answer has the most votes, the first one in a tie.
 
-    Each answer gets a vote from every answer that it would agree with if that were the truth. So 1/2 gets a
-    vote from 0.5, and B from "B) 12". A completion without an answer has no vote.
+    Answers that agree are equal in r.answer, as 1/2 and 0.5 are, or B and "B) 12". A completion without an
+    answer has no vote.
     """
-    answers = [extract_answer(content(r.completion)) or "" for r in rollouts]
-    votes = []
-    for answer in answers:
-        # Where comparison returns None, only algebra could tell.
-        votes.append(sum(comparison(answer, other) is True for other in answers))
-    return rollouts[votes.index(max(votes))]
+    votes = Counter(r.answer for r in rollouts if r.answer)
+    counts = [votes[r.answer] for r in rollouts]
+    return rollouts[counts.index(max(counts))]
 
 
 def failures(rollouts):
@@ -184,9 +180,9 @@ def episode_metrics(rollouts, engines):
 def reward_means(rollouts, prefix):
     # Returns the mean of each part of the score, and the share of completions without a final answer.
     figures = part_means([r.parts for r in rollouts], prefix)
-    answered = [r.answered for r in rollouts if r.answered is not None]
-    if answered:
-        figures[f"{prefix}/no_answer"] = answered.count(False) / len(answered)
+    answers = [r.answer for r in rollouts if r.answer is not None]
+    if answers:
+        figures[f"{prefix}/no_answer"] = answers.count("") / len(answers)
     return figures
 
 

@@ -4,7 +4,7 @@ r"""Answers: which final answer a completion gives, and whether it is the right 
     read            gives the exact value of an answer, which is the same for all its spellings
     comparison      says whether an answer is the right one, if exact values decide that
     check_answer    says whether a completion's final answer is the right one
-    content         gives the text of a completion
+    final_answer    gives the final answer in a text in a form in which answers that agree are equal
 """
 import contextlib
 import functools
@@ -662,9 +662,14 @@ def comparison(answer, truth):
     return None
 
 
-def content(completion):
-    """Return the text of a completion: the string, or the content of the last message."""
-    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
+def final_answer(text):
+    """Return the final answer in a text, "" if it has none, in a form in which answers that agree are equal:
+    0.5 is 1/2, and B) 12 is b."""
+    answer = extract_answer(text)
+    if not answer:
+        return ""
+    reading = read(answer)
+    return reading.choice or str(reading.value) or answer
 
 
 def check_answer(text, truth, algebra=False):

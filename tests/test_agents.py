@@ -28,8 +28,8 @@ from options import agents
 import runs
 from options.episodes import OpenEpisodes
 from options.placement import staleness
-from rewards import Scorer
-from options.saved_rollouts import as_arrays, from_arrays
+from rewards import load_scorer
+from rollout import as_arrays, from_arrays
 from runtime.metrics import rollout_metrics
 from runs import begin, finish, jobs, kept_rollouts, lines, refused, requests, with_defaults, without_times
 from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,  # noqa: F401
@@ -68,8 +68,8 @@ def player(agent, **settings):
 
 def played(plays, texts, rows=({},), n=1):
     """The scored rollouts of episodes in which the policy says these texts."""
-    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
-    rollouts = plays.play_jobs(Says(*texts), jobs(prompts_for(rows), n, [0] * len(rows),
+    scorer = load_scorer(plays.settings, plays, "cpu", torch.float32)
+    rollouts = plays.play(Says(*texts), jobs(prompts_for(rows), n, [0] * len(rows),
                           plays.settings.max_completion_length, 1.0))
     scorer(rollouts)
     return rollouts
@@ -192,8 +192,8 @@ def test_an_agent_that_branches_trains_all_its_rows(hf, folder, write):
             return float(same["content"] != first[-1]["content"])
     """)
     plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
-    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
-    rollouts = plays.play_jobs(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
+    scorer = load_scorer(plays.settings, plays, "cpu", torch.float32)
+    rollouts = plays.play(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
     scorer(rollouts)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
@@ -443,7 +443,7 @@ IMPATIENT = """
 def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, workers):
     """Its request ends when the client leaves, and the retry has another seed and is all that is trained."""
     plays, step, aborted = player(write(IMPATIENT), eos_ids=ENDS, call_workers=workers), engine.step, []
-    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
+    scorer = load_scorer(plays.settings, plays, "cpu", torch.float32)
     leave = plays.make.__globals__["leave"]
 
     def late_step():

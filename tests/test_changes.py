@@ -544,10 +544,10 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, too_long]))
     script = changed(
         tmp_path,
-        ("    scorer = rewards.Scorer(",
+        ("    scorer = rewards.load_scorer(",
          "    _, hard_set, _ = data.load_split(tokenizer, settings, 'eval', sample.tools, task='file', "
          f"eval_file='{tmp_path}/hard.jsonl', eval_prompts=0)\n"
-         "    scorer = rewards.Scorer("),
+         "    scorer = rewards.load_scorer("),
         ("    if run.due(step, save_interval):",
          "        log.evaluate(hard_set, 1, sample, scorer, 'eval/hard', temperature=0, max_tokens=16)\n"
          "    if run.due(step, save_interval):"),

@@ -9,7 +9,7 @@ from fractions import Fraction  # noqa: F401       a text that is evaluated name
 
 import pytest
 
-import rewards
+from options import user_rewards
 from bench import answers
 from tasks import check_answer
 from test_rewards import found, in_process
@@ -731,4 +731,4 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
 def test_math_verify_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match="reward: math_verify raised ModuleNotFoundError"):
-        rewards.load_reward("math_verify", "gsm8k")
+        user_rewards.load_reward("math_verify")

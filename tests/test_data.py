@@ -28,7 +28,8 @@ import data
 from runs import ROOT, launch, load_rows
 import rewards
 from runtime import checkpoint, run
-from tasks import generate_problems
+from options import user_rewards
+from tasks import more_problems
 from tiny import pretrain
 
 
@@ -39,7 +40,7 @@ def text_of(row):
     return row["prompt"][0]["content"]
 
 
-@pytest.mark.parametrize("task", ["algebra", "compose", *{"countdown"} & generate_problems.GENERATORS.keys()])
+@pytest.mark.parametrize("task", ["algebra", "compose", *{"countdown"} & more_problems.GENERATORS.keys()])
 def test_generation(task):
     def texts(*args, **kwargs):
         return [text_of(row) for row in load_rows(task, *args, **kwargs)]
@@ -114,10 +115,10 @@ def test_gsm8k(tmp_path, monkeypatch):
                      "solution": GSM8K[0]["answer"]}
     assert second["answer"] == "1234" and load("train", 1) in ([first], [second])
     completion = [{"role": "assistant", "content": "#### 72"}]
-    reward = rewards.load_reward("", "gsm8k")
+    reward = user_rewards.Reward("accuracy", rewards.exact_accuracy)
     columns = {key: [row[key] for row in (first, second)] for key in first}
     columns |= {"prompts": columns.pop("prompt"), "completions": [completion] * 2, "trainer_state": [None] * 2}
-    found = rewards.score_completions(reward, columns)
+    found = user_rewards.score_completions(reward, columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     path = write(tmp_path / ".cache/gsm8k/train.jsonl", GSM8K[0], {"error": "not found"})
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:2: no answer in answer; the columns are question"):
@@ -320,7 +321,7 @@ def test_columns_that_settings_name(tmp_path):
     # The check of answers reads the number after ####.
     columns = {"prompts": [first[0]] * 2, "completions": ["The answer is 72", "70"],
                "answer": [first[1]] * 2, "trainer_state": [None] * 2}
-    found = rewards.score_completions(rewards.load_reward("", "file"), columns)
+    found = user_rewards.score_completions(user_rewards.Reward("accuracy", rewards.exact_accuracy), columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert read(path, prompt_column="question", chat=False)[1][0] == GSM8K[1]["question"]
     path = write(tmp_path / "more.jsonl", {"prompt": "1+1?", "answer": "two", "value": 2.5})
@@ -533,9 +534,9 @@ def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_pa
     assert answers == [2, [0.5, 2], "2"] and type(answers[0]) is int
     columns = {"prompts": ["1+1?"] * 3, "completions": ["The answer is 2"] * 3, "answer": answers,
                "trainer_state": [None] * 3}
-    numeric = rewards.Reward("numeric", lambda completions, answer, **_: [float(truth == 2) for truth in answer])
-    for reward, expected in ((rewards.load_reward("", "file"), [1, 1, 1]), (numeric, [1, 0, 0])):
-        assert [parts[reward.name] for parts, *_ in rewards.score_completions(reward, columns)] == expected
+    numeric = user_rewards.Reward("numeric", lambda completions, answer, **_: [float(truth == 2) for truth in answer])
+    for reward, expected in ((user_rewards.Reward("accuracy", rewards.exact_accuracy), [1, 1, 1]), (numeric, [1, 0, 0])):
+        assert [parts[reward.name] for parts, *_ in user_rewards.score_completions(reward, columns)] == expected
     assert rewards.accuracy(["?"], ["Answer: 0.1"], [0.1]) == [1.0]
 
 
@@ -915,7 +916,7 @@ def test_a_prompt_from_several_columns(tmp_path):
         "2+2?\nA. 3\nB. 4\nC. 5\nD. 22\nAnswer with the letter of the right choice.")}]
     completions = {"B": 1, "The answer is B.": 1, r"\boxed{B}": 1, "Answer: B. 4": 1, "(B)": 1, "C": 0, "Answer: D. 22": 0}
     columns = {"prompts": ["?"] * 7, "completions": [*completions], "answer": ["B"] * 7, "trainer_state": [None] * 7}
-    scored = rewards.score_completions(rewards.load_reward("", "file"), columns)
+    scored = user_rewards.score_completions(user_rewards.Reward("accuracy", rewards.exact_accuracy), columns)
     assert [parts["accuracy"] for parts, *_ in scored] == [*completions.values()]
 
 

@@ -16,7 +16,7 @@ import torch
 import data
 import runs
 from options.episodes import EpisodeSampler
-from rewards import Scorer
+from rewards import load_scorer
 from runtime import model_folder
 from options.user_code import UserProcess
 from runs import ROOT, begin, finish, forked, jobs, lines, with_defaults
@@ -137,7 +137,7 @@ def played(plays, texts, rows=None, tokenizer=TOKENIZER):
 
 def scored(plays, rollouts_of, **settings):
     settings = SimpleNamespace(**vars(plays.settings) | {"token_budget": 100} | settings)
-    scorer = Scorer(settings, "cpu", torch.float32, plays)
+    scorer = load_scorer(settings, plays, "cpu", torch.float32)
     rollouts = rollouts_of()
     scorer(rollouts)
     return rollouts
@@ -672,7 +672,7 @@ def test_a_reward_that_takes_environments_needs_one(moves):
     plays = player()
     settings = SimpleNamespace(**vars(plays.settings) | {"token_budget": 100, "reward": f"{moves}:far"})
     with pytest.raises(ValueError, match="reward far needs a column environments; the columns are"):
-        Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts_for([{}]))
+        load_scorer(settings, plays, "cpu", torch.float32).check_rewards(prompts_for([{}]))
 
 
 def test_the_console_shows_what_reset_has_added_to_the_first_prompt(write):
@@ -681,12 +681,12 @@ def test_the_console_shows_what_reset_has_added_to_the_first_prompt(write):
     plays = player(f"{path}:Game")
     settings = SimpleNamespace(**vars(plays.settings) | {"token_budget": 100})
     prompts = prompts_for([{}])
-    note = Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts)
+    note = load_scorer(settings, plays, "cpu", torch.float32).check_rewards(prompts)
     first, *rest = note.split("\n    ")
     assert first == "In an episode the model reads it as" and "Your hand:\n7 of hearts" in "\n".join(rest)
     path = write("class Silent:\n    def reset(self, **row): return None\n"
                  "    def step(self, text): return '', 1.0, True\n", "silent.py")
-    assert Scorer(settings, "cpu", torch.float32, player(f"{path}:Silent")).check_rewards(prompts) == ""
+    assert load_scorer(settings, player(f"{path}:Silent"), "cpu", torch.float32).check_rewards(prompts) == ""
 
 
 def test_a_template_hears_of_no_tools_where_a_class_has_none(write):

@@ -22,7 +22,7 @@ import rewards
 import rollout
 from options.conversation import Conversation
 from tiny import pretrain
-from rewards import Scorer
+from options.episode_rewards import EpisodeScorer
 from rollout import Answer, Request
 from runs import ROOT, jobs, requests, shut_down
 from options import saved_rollouts
@@ -338,7 +338,8 @@ def parts_of(r):
 
 def scored(rollouts, plays_as, **settings):
     settings = SimpleNamespace(**SETTINGS | {"token_budget": 100} | settings)
-    Scorer(settings, "cpu", torch.float32, SimpleNamespace(reward_part=plays_as, make=True))(rollouts)
+    plays = SimpleNamespace(reward_part=plays_as, tokenizer=TOKENIZER)
+    EpisodeScorer(settings, plays, "cpu", torch.float32)(rollouts)
     return rollouts
 
 

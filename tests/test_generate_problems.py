@@ -197,7 +197,7 @@ def test_every_chain_is_carried_out(split, depths):
         assert row["solution"].split("\n") == [
             *(name + state for name, state in zip(order, states)), f"####{states[-1]}"]
         assert row["answer"] == states[-1] and row["source"] == f"depth {len(order)}" and "only" not in row
-        assert rewards.load_reward("", "compose").function(None, [row["solution"]], [row["answer"]]) == [1.0]
+        assert rewards.exact_accuracy(None, [row["solution"]], [row["answer"]]) == [1.0]
         assert generate_problems.held_out(text_of(row)) == (split == "eval")
     counts = Counter(row["source"] for row in rows)
     assert counts.keys() == {f"depth {depth}" for depth in depths}

@@ -188,7 +188,7 @@ def scorer_of(path):
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
     settings = SimpleNamespace(**settings)
     player = EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id])
-    return rewards.Scorer(settings, torch.device("cpu"), torch.float32, player)
+    return rewards.load_scorer(settings, player, torch.device("cpu"), torch.float32)
 
 
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):

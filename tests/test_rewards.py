@@ -26,7 +26,7 @@ import rewards
 from options.episodes import EpisodeSampler
 from losses import group_std
 from rollout import Rollout
-from options import reward_model, user_code
+from options import reward_model, user_code, user_rewards
 from runtime.metrics import evaluation_metrics, part_means, rollout_metrics
 from options.user_code import UserProcess, load_from
 from test_data import MESSAGES, VERL, write
@@ -47,9 +47,9 @@ ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "level": i} for i in range
 TEXTS = [f"Answer: {i}" for i in range(4)]
 
 
-def in_process(spec, task="algebra"):
+def in_process(spec):
     """Returns the Reward of a spec, and a process that calls it."""
-    process = UserProcess(".", rewards.load_reward, spec, task)
+    process = UserProcess(".", user_rewards.load_reward, spec)
     return process.call(0, *process.first), process
 
 
@@ -63,23 +63,23 @@ def reward_file(tmp_path, source):
 
 def found(reward, rows, completions, *arguments, **more):
     """What score_completions returns. reward: a function, or a Reward and the process that calls it or None."""
-    reward, process = reward if isinstance(reward, tuple) else (rewards.Reward(reward.__name__, reward), None)
+    reward, process = reward if isinstance(reward, tuple) else (user_rewards.Reward(reward.__name__, reward), None)
     rollouts = [rollout(row, completion) for row, completion in zip(rows, completions)]
     columns = rewards.columns_of(rollouts, SimpleNamespace(max_steps=9))
-    return rewards.score_completions(reward, columns, process, *arguments, **more)
+    return user_rewards.score_completions(reward, columns, process, *arguments, **more)
 
 
 def total(parts):
     """The score of a rollout with these parts, without weights."""
     scored = SimpleNamespace(parts={}, extra={}, problem="")
-    nothing = SimpleNamespace(weights=rewards.part_weights(""), player=SimpleNamespace(make=None))
-    summands = rewards.Scorer._add(nothing, scored, rewards.Result(parts))
+    summands = []
+    rewards.Scorer._add(SimpleNamespace(weights=rewards.part_weights("")), scored, rewards.Result(parts), summands, {})
     return sum(summands) if summands else NAN
 
 
 def score(*arguments, **more):
     """What score_completions returns, in columns: totals without weights, parts, who timed out, steps."""
-    parts, steps, _, problems = zip(*found(*arguments, **more))
+    parts, steps, _, problems, _ = zip(*found(*arguments, **more))
     names = dict.fromkeys(name for own in parts for name in own)
     return ([total(own) for own in parts],
             {name: [own.get(name, math.nan) for own in parts] for name in names},
@@ -90,14 +90,19 @@ def score(*arguments, **more):
     ("algebra", "accuracy"), ("arithmetic", "accuracy"), ("gsm8k", "exact_accuracy"),
     ("file", "exact_accuracy")])
 def test_each_task_has_a_reward(task, name):
-    reward = rewards.load_reward("", task)
+    settings = SimpleNamespace(**SETTINGS | {"task": task})
+    scorer = rewards.load_scorer(settings, EpisodeSampler(settings, TOKENIZER, [0]), "cpu", torch.float32)
+    [source] = scorer.sources
     # Logs of both have one name for them.
-    assert reward.function is getattr(rewards, name) and reward.name == "accuracy"
+    assert source.args == (getattr(rewards, name),)
+    rollouts = [rollout(ROWS[0], "Answer: 0")]
+    scorer(rollouts)
+    assert rollouts[0].parts == {"accuracy": 1.0}
 
 
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
-    assert score((rewards.load_reward("", "file"), None), ROWS, texts, 5)[:3] == (
+    assert score((user_rewards.Reward("accuracy", rewards.exact_accuracy), None), ROWS, texts, 5)[:3] == (
         [1.0, 0.0, 1.0, 1.0], {"accuracy": [1.0, 0.0, 1.0, 1.0]}, [False] * 4)
 
 
@@ -170,7 +175,7 @@ def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
     write(tmp_path / "broken.py", "1 / 0")
     write(tmp_path / "syntax.py", "def reward(:")
     with pytest.raises(ValueError, match=message):
-        rewards.load_reward(spec, "algebra")
+        user_rewards.load_reward(spec)
 
 
 def test_a_reward_gets_columns_that_all_rows_have(tmp_path):
@@ -446,6 +451,8 @@ def prompts_of(rows):
 def scorer(tmp_path, monkeypatch):
     """Makes a Scorer with the reward of a source and a stand-in for a reward model: it counts digits."""
     class Digits:
+        __call__ = reward_model.RewardModel.__call__
+
         def __init__(self, *arguments):
             self.arguments, self.seen = arguments, []
 
@@ -456,18 +463,22 @@ def scorer(tmp_path, monkeypatch):
             texts = map(rewards.content, completions)
             return [sum(c.isdigit() for c in text) if text else NAN for text in texts]
 
-    class Again(rewards.Scorer):
-        def __call__(self, rollouts):
-            """Scores rollouts as if they had no score."""
-            for r in rollouts:
-                r.parts, r.problem = {}, ""
-            super().__call__(rollouts)
-
     def scorer(source="", **settings):
         (tmp_path / "my_reward.py").write_text(source)
         spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
         settings = SimpleNamespace(**SETTINGS | spec | settings)
-        return Again(settings, torch.device("cpu"), torch.float32, EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id]))
+        loaded = rewards.load_scorer(settings, EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id]),
+                                     torch.device("cpu"), torch.float32)
+
+        class Again(type(loaded)):
+            def __call__(self, rollouts):
+                """Scores rollouts as if they had no score."""
+                for r in rollouts:
+                    r.parts, r.problem = {}, ""
+                super().__call__(rollouts)
+
+        loaded.__class__ = Again
+        return loaded
     monkeypatch.setattr(reward_model, "RewardModel", Digits)
     return scorer
 
@@ -504,7 +515,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     for r in rollouts:
         r.ids, r.spans, r.logprobs = ids, np.array([[0, len(ids)]]), [-1.0] * len(ids)
     scores = scorer(source)
-    scores.player.tokenizer = tokenizer
+    scores.user_rewards.tokenizer = tokenizer
     scores(rollouts)
     last = len(ids) - 1
     assert rollouts[0].rewards == {places[0]: 0.5, places[1]: -1.0, places[2]: 2.0, 0: 0.75}
@@ -522,7 +533,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
         r.begun, r.spans, r.logprobs = 0, np.array([[0, len(ids)]]), [-1.0] * len(ids)
     # With a reward model half of it is the steps', and the model's share is the last token's.
     scores = scorer(source, reward_model="some/model", reward_weights="reward:0.5")
-    scores.player.tokenizer = tokenizer
+    scores.user_rewards.tokenizer = tokenizer
     scores(rollouts)
     digits = sum(c.isdigit() for c in text)
     assert rollouts[0].rewards == {places[0]: 0.25, places[1]: -0.5, places[2]: 1.0, 0: 0.375, last: digits}
@@ -530,11 +541,11 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     # The steps of two rewards add up, also at one token.
     (tmp_path / "more.py").write_text("def more(completions): return [[(0, 1.0), (2, 2.0)] for c in completions]")
     two = scorer(source, reward=f"{tmp_path}/my_reward.py:reward,{tmp_path}/more.py:more", reward_weights="more:2")
-    two.player.tokenizer = tokenizer
+    two.user_rewards.tokenizer = tokenizer
     two(rollouts)
     assert rollouts[4].rewards == {1: 1.0, 2: 3.0, 0: 2.0} and rollouts[4].score == 6
     with pytest.raises(ValueError, match="scores characters of a completion, but an episode has several"):
-        scores.player.make = True
+        scores.user_rewards.episodes = True
         scores(rollouts)
 
 
@@ -546,8 +557,7 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
         assert (rollouts[0].score == os.getpid()) == (own.settings.call_timeout == 0)
     monkeypatch.setattr(subprocess, "Popen", None)
     for other in (scorer(), scorer(task="file")):
-        assert not other.processes
-    monkeypatch.setattr(rewards, "score_completions", None)
+        assert not other.user_rewards
     for task in ("algebra", "arithmetic"):                      # single answers with a number
         scorer(task=task)(rollouts)
         assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
@@ -860,7 +870,7 @@ def test_sys_exit_in_a_reward_is_an_error(tmp_path):
         score(leaves, SUMS, ["a"] * 4, 1.0)
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match="raised SystemExit"):
-        rewards.load_reward(f"{tmp_path}/leaves.py:score", "algebra")
+        user_rewards.load_reward(f"{tmp_path}/leaves.py:score")
 
 
 def test_what_a_file_has_started_ends_with_the_run(tmp_path, monkeypatch):
@@ -949,8 +959,8 @@ PLAIN = JUDGE.replace("ASYNC ", "").replace("AWAIT SLEEP", "time.sleep").replace
 
 def judged(tmp_path, source, name, here=False):
     (tmp_path / "judge.py").write_text(source)
-    spec = f"{tmp_path}/judge.py:{name}", "file"
-    return (rewards.load_reward(*spec), None) if here else in_process(*spec)
+    spec = f"{tmp_path}/judge.py:{name}"
+    return (user_rewards.load_reward(spec), None) if here else in_process(spec)
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -17,7 +17,7 @@ from environments.calculator import Calculator
 from environments.guess_number import Guess
 from runs import forked, load_rows, refused, requests
 from runtime.model_folder import SHIPPED
-from tasks import generate_problems
+from tasks import generate_problems, more_problems
 from tiny import pretrain
 
 
@@ -97,7 +97,7 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
         for line in text.split("\n")[:-1]:
             steps += 1
             name = line[:1]
-            right += name in generate_problems.OPERATIONS and generate_problems.operate(name, state) == line[1:]
+            right += name in more_problems.OPERATIONS and more_problems.operate(name, state) == line[1:]
             state = line[1:] if len(line) == 5 else state
     assert right / steps > 0.9
 

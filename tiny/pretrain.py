@@ -33,8 +33,8 @@ from transformers import (DataCollatorForTokenClassification, GenerationConfig, 
                           Qwen3Config, Qwen3ForCausalLM)
 
 from configurator import TINY_DEFAULTS, check, check_values, configure
-from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
-                                     guess_problem, held_out)
+from tasks.generate_problems import generated_rows, held_out
+from tasks.more_problems import arithmetic_problem, carried_out, chain, guess_problem
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder

@@ -799,8 +799,8 @@ class Modules:
     def __init__(self, fault=None):
         self.world = None
         self.fault = fault
-        self.placement = self.copy_of("placement")
-        self.episodes = self.copy_of("episodes")
+        self.placement = self.copy_of("options.placement")
+        self.episodes = self.copy_of("options.episodes")
         self.run = self.copy_of("runtime.run")
         self.script = compile(self.text("train_async.py"), "train_async.py", "exec")
         self.keys = None
@@ -866,7 +866,7 @@ class Modules:
     def in_place(self):
         """Put stand-ins into the modules that others of the same tests use, as long as this lasts."""
         watchdog = SimpleNamespace(moved=lambda where=None: self.world.pause(where), limit=lambda _: None)
-        changes = [(distributed, "dist", self.torch_distributed), (rollout, "dist", self.torch_distributed),
+        changes = [(distributed, "dist", self.torch_distributed), (vllm_engine, "dist", self.torch_distributed),
                    (metrics, "dist", self.torch_distributed), (distributed, "end", self._end),
                    (distributed, "leave", lambda: self._end(0)),
                    (distributed, "ending", SimpleNamespace(begin=lambda: self._end(0), script=None)),
@@ -1087,10 +1087,10 @@ class Modules:
                 nn=SimpleNamespace(utils=SimpleNamespace(clip_grad_norm_=lambda *_: no_gradient))),
             "configurator": SimpleNamespace(configure=configure, input_errors=configurator.input_errors),
             "data": SimpleNamespace(load_prompts=lambda *_: (world.plan.train_set, world.plan.eval_set, "")),
-            "rewards": SimpleNamespace(Scorer=Scorer),
+            "rewards": SimpleNamespace(load_scorer=Scorer),
             "rollout": SimpleNamespace(load_engine=load_engine, sampling_of=rollout.sampling_of),
-            "episodes": SimpleNamespace(OpenEpisodes=self.episodes.OpenEpisodes, EpisodeSampler=self._player),
-            "placement": self.placement,
+            "options.episodes": SimpleNamespace(OpenEpisodes=self.episodes.OpenEpisodes, EpisodeSampler=self._sampler),
+            "options.placement": self.placement,
             "runtime.run": SimpleNamespace(Run=begun, check_run=self.run.check_run),
             "losses": SimpleNamespace(
                 CHOICES={}, ADVANTAGES={"reinforce++": lambda scores, *_, **__: scores}, group_std=None,
@@ -1101,24 +1101,24 @@ class Modules:
                 gathered_logprobs=None, load_reference=None,
                 open_folders=open_folders)}
 
-    def _player(self, settings, tokenizer, eos_ids):
-        """A EpisodeSampler for the plan's kind of episodes."""
+    def _sampler(self, settings, tokenizer, eos_ids):
+        """An EpisodeSampler for the plan's kind of episodes."""
         world = self.world
-        player = self.episodes.EpisodeSampler.__new__(self.episodes.EpisodeSampler)
-        vars(player).update(
+        sampler = self.episodes.EpisodeSampler.__new__(self.episodes.EpisodeSampler)
+        vars(sampler).update(
             settings=settings, tokenizer=tokenizer, eos_ids=eos_ids, key="a game", name="", make=None,
             session_class=None, methods={}, closer="", reward_part="", tools=None, tool_functions={},
-            template=None, opened={}, idle=[], score_ended=None, stop=[])
+            template=None, opened={}, idle=[], score_ended=None, stop=None)
         if world.plan.kind == "game":
-            player.make = Game
-            player.methods = {"reset": None, "step": None}
-            player.template = Template()
+            sampler.make = Game
+            sampler.methods = {"reset": None, "step": None}
+            sampler.template = Template()
         if world.plan.kind == "agent":
-            player.make = bool
-            player.session_class = functools.partial(Session, world)
-            player.template = Template()
-        player.close = lambda: None
-        return player
+            sampler.make = bool
+            sampler.session_class = functools.partial(Session, world)
+            sampler.template = Template()
+        sampler.close = lambda: None
+        return sampler
 
 
 def changed_code(module, copy):

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError, source_of, specs
-from options import health
 from runtime import checkpoint, distributed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +33,7 @@ LIMIT = 1_000_000               # how many bytes changes.diff may have, and how 
 # It can be applied, whatever the user has set for git.
 DIFF = ("diff --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ --submodule=short -U3 "
         "HEAD -- .").split()
+FIRST_STEPS = 3                 # after these a run says if all their scores are the same
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 # token_loss comes from train_sft.py. What the other scripts log as loss is only in metrics.jsonl.
 CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
@@ -306,7 +306,7 @@ class RunLog:
     master          whether this is rank 0
     history         on rank 0, the metrics of all steps, for health.news, which warns where they look wrong
     reported        the problems that the console has named, because it names each only once
-    first_rollouts  the rollouts of the first steps, for health.same_scores
+    first_rollouts  the rollouts of the first FIRST_STEPS steps
     board           on rank 0, TensorBoard's writer
     metrics         figures of this step that all ranks agree on; scripts add to them
     totals          {name: the sum of the values that `add` was given in this step on this rank}
@@ -407,8 +407,11 @@ class RunLog:
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         texts = [f"{key} {value:.3f}" for key, value in figures.items()]
         self.say("  ".join([f"step {step:3d}", *texts[:3]]))
-        for text in health.news(self.history, self.settings, self.reported):
-            self.say(text)
+        # The rules compare means over several steps, so no rule has anything to say about the first ones.
+        if len(self.history) > 8:
+            from options.health import news
+            for text in news(self.history, self.settings, self.reported):
+                self.say(text)
 
     def write(self, samples=()):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
@@ -461,17 +464,22 @@ class RunLog:
                 completion = plain_text(sample["completion"])
                 self.say(f"    {prompt[-60:]!r}\n     -> {completion[-40:]!r:44} "
                          f"reward {sample['reward']:g}, truth {sample['truth']!r}")
-        if step < health.FIRST_STEPS:
+        if step < FIRST_STEPS:
             self.first_rollouts += rollouts
-        if step == health.FIRST_STEPS - 1:
-            self.say(health.same_scores(self.first_rollouts))
+        if step == FIRST_STEPS - 1:
+            self._warn_of_same_scores()
             self.first_rollouts.clear()
-        warning = health.mixed_groups(rollouts, self.settings)              # or "", and nothing is printed
-        if warning not in self.reported:
-            self.reported.add(warning)
-            self.say(warning)
         texts = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]
         self.say("  ".join([f"step {step:3d}", *texts, f"{seconds:.1f} s"]))
+
+    def _warn_of_same_scores(self):
+        scores = defaultdict(set)                               # of each source
+        for r in self.first_rollouts:
+            if not math.isnan(r.score):
+                scores[r.row.get("source")].add(r.score)
+        if 1 in map(len, scores.values()):
+            from options.health import same_scores
+            self.say(same_scores(self.first_rollouts, FIRST_STEPS))
 
     def report(self):
         """Write report.html in a process of its own, which prints its place. If it fails, the run goes on."""

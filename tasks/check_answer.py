@@ -664,12 +664,13 @@ def comparison(answer, truth):
 
 def final_answer(text):
     """Return the final answer in a text, "" if it has none, in a form in which answers that agree are equal:
-    0.5 is 1/2, and B) 12 is b."""
+    0.5 is 1/2, and B) 12 is b. What is still to be carried out, such as 2+2, is another answer."""
     answer = extract_answer(text)
     if not answer:
         return ""
     reading = read(answer)
-    return reading.choice or str(reading.value) or answer
+    value = str(reading.value) or answer
+    return reading.choice or " ".join([value, *sorted(reading.steps)])
 
 
 def check_answer(text, truth, algebra=False):

@@ -103,7 +103,7 @@ def test_rewards_that_are_always_the_same_are_told_of():
 def test_scores_of_the_first_steps_that_are_all_the_same_are_told_of():
     """All of them in one text, otherwise in one for each source in which they are."""
     def rollouts(samples):
-        return [SimpleNamespace(row={"source": source, "answer": truth}, score=score, answered=answered,
+        return [SimpleNamespace(row={"source": source, "answer": truth}, score=score, answer={True: "7", False: "", None: None}[answered],
                                 completion=completion) for source, score, answered, completion, truth in samples]
 
     def told(*samples):

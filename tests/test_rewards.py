@@ -23,12 +23,14 @@ import configurator
 import data
 from runs import load_rows
 import rewards
+from options.episode_rewards import EpisodeScorer
 from options.episodes import EpisodeSampler
 from losses import group_std
 from rollout import Rollout
 from options import reward_model, user_code, user_rewards
 from runtime.metrics import evaluation_metrics, part_means, rollout_metrics
 from options.user_code import UserProcess, load_from
+from tasks.check_answer import final_answer
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
 
@@ -343,7 +345,7 @@ def test_the_parameters_tell_the_form(tmp_path, name, form, scores):
     reward = in_process(f"{tmp_path}/forms.py" + (name and f":{name}"))
     assert reward[0].form == form
     row = {"prompt": "p", "ground_truth": "a", "extra_info": {"index": 0}, "score": 9, "solution_str": "x"}
-    parts, _, logged, problems = zip(*found(reward, [row, row], ["a", "b"], 5.0))
+    parts, _, logged, problems, _ = zip(*found(reward, [row, row], ["a", "b"], 5.0))
     assert [total(one) for one in parts] == scores and not any(problems)
     assert [*logged] == [{"length": 1.0}] * 2 if name == "logs" else [{}, {}]
 
@@ -584,7 +586,7 @@ def test_functions_of_a_file_share_a_process_that_runs_it_once(scorer, tmp_path)
     path = f"{tmp_path}/my_reward.py"
     rollouts, own = [rollout(row, "abc") for row in ROWS], scorer(source, reward=f"{path}:reward, {path}")
     own(rollouts)
-    assert len(own.processes) == 1 and rollouts[0].parts["reward"] == rollouts[0].parts["pid"] != os.getpid()
+    assert len(own.user_rewards.processes) == 1 and rollouts[0].parts["reward"] == rollouts[0].parts["pid"] != os.getpid()
     assert rollouts[3].parts["length"] == 3 and (tmp_path / "my_reward.py.log").read_text() == "run\n"
 
 
@@ -594,12 +596,13 @@ def test_the_share_without_an_answer_is_logged(scorer):
     for scores in (scorer(), scorer("def reward(completions): return [0.0] * len(completions)")):
         rollouts = [rollout(row, text) for row, text in zip(rows, texts)]
         scores(rollouts)
-        assert [r.answered for r in rollouts] == [True, False, True]
+        assert [r.answer for r in rollouts] == ["2", "", "1"]
         metrics = rollout_metrics(rollouts, 3, group_std, 1)
         assert metrics["rewards/no_answer"] == evaluation_metrics(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]
     scores(rollouts)
+    assert [r.answer for r in rollouts] == [None] * 3
     assert "eval/rewards/no_answer" not in evaluation_metrics(rollouts, 3)
 
 
@@ -649,8 +652,8 @@ def test_scorer_adds_a_reward_model(scorer):
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["12a", "1?2", "", "abc"])]
     both(rollouts)
     assert not any(r.problem for r in rollouts)
-    assert both.model.arguments == ("some/model", torch.device("cpu"), torch.float32, 100)
-    assert both.model.seen == [([row["prompt"] for row in ROWS], ["12a", "1?2", "", "abc"])]
+    assert both.sources[-1].arguments == ("some/model", torch.device("cpu"), torch.float32, 100)
+    assert both.sources[-1].seen == [([row["prompt"] for row in ROWS], ["12a", "1?2", "", "abc"])]
     # What the reward leaves unscored adds nothing; what the model cannot score is not scored.
     assert [r.score for r in rollouts] == [31.0, 1.0, pytest.approx(NAN, nan_ok=True), 30.0]
     assert [r.parts for r in rollouts] == [
@@ -659,15 +662,15 @@ def test_scorer_adds_a_reward_model(scorer):
     alone = scorer(reward="none", reward_model="some/model", reward_weights="reward_model:2")
     alone(rollouts)
     assert [r.score for r in rollouts] == [4.0, 4.0, pytest.approx(NAN, nan_ok=True), 0.0]
-    assert rollouts[0].parts == {"reward_model": 2} and alone.rewards == []
+    assert rollouts[0].parts == {"reward_model": 2} and len(alone.sources) == 1
     with pytest.raises(ValueError, match="reward=none needs a reward_model"):
         scorer(reward="none")
 
 
 def test_an_environment_that_gives_none_leaves_an_episode_unscored_however_many_turns_it_has(scorer):
     """NaN at the last token stands for get_reward's None; the turns before it gave nothing."""
-    scores = scorer(reward="none", reward_model="some/model")
-    scores.environment, scores.plays, scores.model = "Game", True, None
+    plays = SimpleNamespace(reward_part="Game", tokenizer=TOKENIZER)
+    scores = EpisodeScorer(SimpleNamespace(**SETTINGS), plays, "cpu", torch.float32)
     rollouts = [rollout(ROWS[0], "a"), rollout(ROWS[1], "b")]
     for r, given in zip(rollouts, ({2: 0.0, 5: NAN}, {2: 0.0, 5: 1.0})):
         r.rewards, r.logprobs = given, [-1.0] * 6
@@ -701,10 +704,10 @@ def test_check_rewards_makes_completions_in_the_form_of_the_prompts(scorer):
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
         tried = scorer(source, reward_model="some/model")
         tried.check_rewards(prompts_of(rows))
-        seen = load_from(tried.rewards[0][0].spec, "reward", "function").__globals__["seen"]
+        seen = load_from(tried.user_rewards.rewards[0][0].spec, "reward", "function").__globals__["seen"]
         assert seen == [(prompts, form(["Answer: 0", ""]))]
         seen.clear()                                            # a file runs once
-        assert tried.model.seen == [(prompts, form(["Answer: 0", ""]))]
+        assert tried.sources[-1].seen == [(prompts, form(["Answer: 0", ""]))]
 
 
 # --------------------------------------------------------------------------------------------- evaluation
@@ -717,9 +720,12 @@ ENDED = {"eval/unscored": 0, "eval/mean_length": 1.0, "eval/clipped_ratio": 0.0,
 def rollouts_of(*results):
     """Makes rollouts of (source, score, answer), where the last turn has the answer."""
     turn = messages("Answer: 9")[0]
-    return [rollout({"prompt": MESSAGES, "source": source},
-                    turn + messages("I do not know" if answer is None else f"Answer: {answer}")[0], score)
-            for source, score, answer in results]
+    rollouts = []
+    for source, score, answer in results:
+        text = "I do not know" if answer is None else f"Answer: {answer}"
+        rollouts.append(rollout({"prompt": MESSAGES, "source": source}, turn + messages(text)[0], score))
+        rollouts[-1].answer = final_answer(text)                # as a Scorer sets it
+    return rollouts
 
 
 def test_evaluation_by_hand():
@@ -746,10 +752,10 @@ def test_evaluation_by_hand():
     # 1/2 and 0.5 are one answer.
     assert evaluation_metrics(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
-    # What the verifier calls equal votes together: B and its text, and 40 has the votes of 20+20, which is wrong.
+    # What the verifier calls equal votes together, such as B and its text. 20+20 is not 40.
     assert evaluation_metrics(rollouts_of(("", 0, "A"), ("", 0, "A) 11"), ("", 1, "B"), ("", 1, "B) 12"), ("", 1, "(B)")),
                       5)["eval/maj@5"] == 1
-    assert evaluation_metrics(rollouts_of(("", 0, "20+20"), ("", 0, "20+20"), ("", 1, "40")), 3)["eval/maj@3"] == 1
+    assert evaluation_metrics(rollouts_of(("", 0, "20+20"), ("", 1, "40"), ("", 1, "40.0")), 3)["eval/maj@3"] == 1
     no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
     assert evaluation_metrics(no_source, 2) == {
         **ENDED, "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}
@@ -980,7 +986,7 @@ def test_calls_at_once(tmp_path, source, name, workers, most, here):
 def test_a_call_that_waits_for_its_turn_has_its_time_still_to_come(tmp_path):
     reward = judged(tmp_path, LATER, "trl")
     results = found(reward, ROWS * 2, ["good"] * 8, 0.5, workers=1)  # 0.8 s in all
-    assert [(own["right"], problem) for own, *_, problem in results] == [(1.0, "")] * 8
+    assert [(own["right"], problem) for own, *_, problem, _ in results] == [(1.0, "")] * 8
 
 
 def test_a_call_that_was_cut_off_ends_with_its_process(tmp_path):
@@ -998,14 +1004,14 @@ def test_a_call_that_fails_is_unscored(tmp_path, source, name):
     started = time.monotonic()
     results = found(reward, ROWS, texts, 0.5, reward_errors="unscored")
     assert time.monotonic() - started < 2.5
-    assert [problem for *_, problem in results] == [
+    assert [problem for *_, problem, _ in results] == [
         "", "the reward raised ConnectionError: no answer", TIMED_OUT, ""]
     assert [own["right"] for own, *_ in results] == pytest.approx([1.0, NAN, NAN, 0.0], nan_ok=True)
     # By default it stops the run, and one that is late has no score. Both score 0 in every part if that is asked for.
     with pytest.raises(ValueError, match="raised ConnectionError: no answer; the completion is 'broken'"):
         found(reward, ROWS, texts, 0.5)
     results = found(reward, ROWS[:2], ["slow", "good"], 0.5)
-    assert results[0] == (pytest.approx({"most": NAN, "right": NAN}, nan_ok=True), (), {}, TIMED_OUT)
+    assert results[0] == (pytest.approx({"most": NAN, "right": NAN}, nan_ok=True), (), {}, TIMED_OUT, True)
     zeros = found(reward, ROWS, texts, 0.5, reward_errors="zero")
     assert [own["right"] for own, *_ in zeros] == [1.0, 0.0, 0.0, 0.0]
     assert zeros[1][3] == "the reward raised ConnectionError: no answer" and zeros[2][3] == TIMED_OUT
@@ -1016,7 +1022,7 @@ def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
     results = found(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, reward_errors="unscored")
     assert [own["reward"] for own, *_ in results] == pytest.approx([1.0, NAN, NAN, 1.0], nan_ok=True)
-    assert [bool(problem) for *_, problem in results] == [False, True, True, False]
+    assert [bool(problem) for *_, problem, _ in results] == [False, True, True, False]
 
 
 def test_a_call_at_once_that_ends_the_process_is_found_by_calls_of_its_own(tmp_path):
@@ -1025,7 +1031,7 @@ def test_a_call_at_once_that_ends_the_process_is_found_by_calls_of_its_own(tmp_p
     reward, problem = judged(tmp_path, source, "trl"), "ended its process with status 3"
     results = found(reward, ROWS, ["a", "x", "b", "c"], 5.0, reward_errors="unscored")
     assert [own["trl"] for own, *_ in results] == pytest.approx([1.0, NAN, 1.0, 1.0], nan_ok=True)
-    assert [problem for *_, problem in results] == ["", f"the reward {problem}", "", ""]
+    assert [problem for *_, problem, _ in results] == ["", f"the reward {problem}", "", ""]
     with pytest.raises(ValueError, match=f"reward trl {problem}; the completion is 'x'"):
         found(reward, ROWS, ["a", "x", "b", "c"], 5.0)
 

@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from losses import group_std
 from rollout import Rollout
 from runs import ROOT, launch, lines, on_ranks
-from options import health
 from runtime import metrics
 from runtime.metrics import RunLog, rewind, rollout_metrics
 from runtime.run import Run, opening

@@ -744,11 +744,11 @@ def test_evaluation_by_hand():
         "eval/unscored": 0, "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
-        "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
+        "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2, "eval/rewards/no_answer": 5 / 16}
     unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
     assert evaluation_metrics(unscored, 2) == {
         **ENDED, "eval/unscored": 3, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
-        "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
+        "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1, "eval/rewards/no_answer": 1 / 4}
     # 1/2 and 0.5 are one answer.
     assert evaluation_metrics(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
@@ -884,7 +884,7 @@ def test_what_a_file_has_started_ends_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(user_code, "closing", contextlib.ExitStack())
     starts = f"import subprocess\nopen('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
     score(reward_file(tmp_path, starts + "def reward(completions): return [1.0]"), SUMS[:1], ["a"], 5.0)
-    configurator.closing.close()
+    user_code.closing.close()
     wait_for_the_end((tmp_path / "pid").read_text())
 
 

@@ -286,7 +286,7 @@ def test_the_loop_of_readme_is_that_of_train_grpo(copy):
 
 def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
     assert {re.search(r"^--- a/(\S+)", diff, re.M)[1] for diff in DIFFS.values()} == {
-        "losses.py", "model.py", "tasks/generate_problems.py", "train_grpo.py"}
+        "losses.py", "model.py", "rewards.py", "train_grpo.py"}
 
 
 def test_a_reward_of_your_own(copy):

@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import configurator
 import data
 from runs import load_rows
 import rewards
@@ -602,7 +601,7 @@ def test_the_share_without_an_answer_is_logged(scorer):
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]
     scores(rollouts)
-    assert [r.answer for r in rollouts] == [None] * 3
+    assert [r.answer for r in rollouts] == ["2", "", "1"]       # they vote nevertheless
     assert "eval/rewards/no_answer" not in evaluation_metrics(rollouts, 3)
 
 
@@ -744,11 +743,11 @@ def test_evaluation_by_hand():
         "eval/unscored": 0, "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
-        "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2, "eval/rewards/no_answer": 5 / 16}
+        "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
     unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
     assert evaluation_metrics(unscored, 2) == {
         **ENDED, "eval/unscored": 3, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
-        "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1, "eval/rewards/no_answer": 1 / 4}
+        "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
     # 1/2 and 0.5 are one answer.
     assert evaluation_metrics(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1

@@ -7,6 +7,7 @@
 options/user_rewards.py calls rewards of yours (--reward), options/episode_rewards.py scores episodes, and
 options/reward_model.py judges by a model. Runs without these settings do not open these files.
 """
+import inspect
 import math
 import re
 from collections import defaultdict
@@ -150,9 +151,8 @@ class Scorer:
 
     A rollout also gets `rewards`, {index of a sampled token: the part of the score that this token earned}.
     The scores of steps belong to tokens of their own, and the remainder goes to the last token. It also gets
-    problem (why a reward failed), extra (what rewards logged) and answer: None if its row has no answer to
-    compare with, "" if its text has no final answer, and otherwise a text that is the same for answers that
-    agree.
+    problem (why a reward failed), extra (what rewards logged) and answer: its final answer, as a text that is
+    the same for answers that agree, or "" if it has none.
     """
 
     def __init__(self, settings, sample, device, dtype, needs_reward=True):
@@ -160,7 +160,8 @@ class Scorer:
         self.sample = sample
         self.weights = part_weights(settings.reward_weights)    # {name of a part: weight}
         self.task_reward = TASK_REWARDS.get(settings.task.partition(":")[0], exact_accuracy)
-        self.user_rewards = None
+        self.by_number = False                  # whether the score compares numbers
+        self.user_rewards = None                # a user_rewards.UserRewards, if there are rewards of yours
         self.sources = []
         reward_specs = specs(settings.reward)
         if not reward_specs and needs_reward:
@@ -168,6 +169,7 @@ class Scorer:
                 reward_specs = [self.task_reward]
             else:
                 self.sources.append(partial(score_by_task, self.task_reward))
+                self.by_number = self.task_reward is accuracy
         if reward_specs not in ([], ["none"]):
             from options.user_rewards import UserRewards
             self.user_rewards = UserRewards(settings, sample, reward_specs)
@@ -223,8 +225,7 @@ class Scorer:
             r.rewards = dict(token_rewards)
             # An episode that failed has no score. The last token gets what no other token has earned.
             r.score = math.nan if not summands or r.finish_reason == "error" else sum(summands)
-            if r.row.get("answer") is not None:
-                r.answer = self._answer_of(r)
+            r.answer = self._answer_of(r)
         return named_results
 
     def _add(self, r, result, summands, token_rewards):
@@ -248,7 +249,8 @@ class Scorer:
             token_rewards[token] += weight * value              # the weight of the only part
 
     def _answer_of(self, r):
-        if self.task_reward is accuracy:
+        # The answer is what the task's own reward compares, unless others give the score.
+        if self.by_number:
             number = number_of(r.completion)
             return "" if number is None else str(number)
         from tasks.check_answer import final_answer
@@ -257,7 +259,7 @@ class Scorer:
 
 def score_by_task(reward, rollouts, columns):
     """Return the source of a task's own reward, a function of this file, which is called in this process."""
-    if "answer" not in columns:
+    if "answer" in inspect.signature(reward).parameters and "answer" not in columns:
         raise InputError(f"reward {reward.__name__} needs a column answer; the columns are "
                          f"{', '.join(columns)}: --answer_column=... names the one that holds it")
     values = reward(**columns)

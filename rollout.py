@@ -65,7 +65,7 @@ class Rollout:
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
     answer: object = None    # its final answer, as a text that is the same for answers that agree; "" if it
-                             # has none; None if its row has no `answer` to compare with, or if it is unscored
+                             # has none; None if nobody scored it
     rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
     results: list = field(default_factory=list) # what rewards that read its environment gave, before it is
                                                 # scored: rewards.Result

@@ -1,5 +1,5 @@
-"""Files of rows, --task=file: which files a setting names, and the rows in them. Runs of generated problems do
-not open this file.
+"""Files of rows, --task=file: which files a setting names, and the rows in them. Runs of generated problems
+do not open this file.
 """
 import contextlib
 import functools

@@ -167,7 +167,7 @@ def same_scores(rollouts, steps):
         text = (f"All {len(group)} scores{of_source} in the first {steps} steps are {first.score:g}, "
                 "so they teach nothing. Does the reward read what the model writes? The first completion, "
                 f"where {first.row.get('answer')!r} is right, ends with {ending[-80:]!r}.")
-        unanswered = sum(r.answer == "" for r in group)
+        unanswered = sum(r.answer == "" and r.row.get("answer") is not None for r in group)
         if unanswered:
             text += f" In {unanswered} of them no answer was found."
         texts.append(filled(text))

@@ -180,7 +180,7 @@ def episode_metrics(rollouts, engines):
 def reward_means(rollouts, prefix):
     # Returns the mean of each part of the score, and the share of completions without a final answer.
     figures = part_means([r.parts for r in rollouts], prefix)
-    answers = [r.answer for r in rollouts if r.answer is not None]
+    answers = [r.answer for r in rollouts if r.answer is not None and r.row.get("answer") is not None]
     if answers:
         figures[f"{prefix}/no_answer"] = answers.count("") / len(answers)
     return figures

@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, is_of_library,
                           overridden, printable, reading)
 from runtime import checkpoint, distributed, metrics
-from options.memory import forecast_note
+from runtime.model_folder import read_config
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
@@ -101,6 +101,23 @@ def read_state(resumed, state, settings, script):
     if vars(settings) | RESUMING != before | RESUMING:
         loaded["evaluated"] = {}                                # other settings may make other figures
     return loaded, arrays
+
+
+def may_not_fit(folder):
+    """Return whether a run with the model in a folder may need more memory than there is, by a rough count.
+
+    On a GPU it may, and for a kind of model whose parameters this does not count. On a CPU a rank takes up to
+    32 bytes per parameter: 16 for weight, gradient and Adam's moments, and as much again for activations.
+    """
+    config = read_config(folder).get_text_config()
+    V, H, inside, layers = (getattr(config, key, None) for key in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
+    experts = any("expert" in key for key in vars(config))
+    if torch.cuda.is_available() or experts or None in (V, H, inside, layers):
+        return True
+    parameters = V * H + layers * H * (4 * H + 3 * inside)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 32 * parameters * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > host
 
 
 def locate(settings, script):
@@ -203,7 +220,10 @@ class Run:
             check(same or not same_number, f"the {key} are not those of {self.resumed}: a file of rows or "
                                            "the chat template has changed")
         self.state["checksums"] |= checksums
-        self.notes = [printable(note), forecast_note(self.settings, self.world_size), folders.note]
+        self.notes = [printable(note), folders.note]
+        if may_not_fit(folders.policy):
+            from options.memory import forecast_note
+            self.notes.append(forecast_note(self.settings, self.world_size))
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, policy, optimizer, engine, **others):

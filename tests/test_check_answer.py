@@ -724,7 +724,7 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     start = time.monotonic()
     scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 60
-    assert [problem for *_, problem in scores] == ["", "the reward took too long (call_timeout)", ""]
+    assert [problem for *_, problem, _ in scores] == ["", "the reward took too long (call_timeout)", ""]
     assert [parts["math_verify"] for parts, *_ in scores] == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
 
 

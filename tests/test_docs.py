@@ -1,4 +1,5 @@
 """README.md and docs/: what they say of the files is true. The recipes apply and run, and so does README's diff."""
+import ast
 import glob
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +20,7 @@ from transformers import Qwen3MoeForCausalLM
 
 import runs
 from packing import deal
-from runs import RECIPES
+from runs import RECIPES, ROOT
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "recipes/README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
@@ -286,7 +288,7 @@ def test_the_loop_of_readme_is_that_of_train_grpo(copy):
 
 def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
     assert {re.search(r"^--- a/(\S+)", diff, re.M)[1] for diff in DIFFS.values()} == {
-        "losses.py", "model.py", "tasks/generate_problems.py", "train_grpo.py"}
+        "losses.py", "model.py", "rewards.py", "train_grpo.py"}
 
 
 def test_a_reward_of_your_own(copy):
@@ -380,3 +382,18 @@ def test_every_file_and_setting_that_a_command_names_exists():
                     assert os.path.exists(os.path.join(ROOT, name)), (page, name)
             for name in re.findall(r"-m ((?:bench|tiny)\.\w+)", command):
                 assert os.path.exists(os.path.join(ROOT, name.replace(".", "/") + ".py")), (page, name)
+
+
+def test_files_in_runtime_import_nothing_of_the_root_but_configurator():
+    """As CONTRIBUTING.md has it, also inside functions; nor a task."""
+    outside = {path.stem for path in Path(ROOT).glob("*.py")} - {"configurator"} | {"tasks"}
+    files = [*Path(ROOT, "runtime").glob("*.py")]
+    assert len(files) > 5 and "rewards" in outside
+    for file in files:
+        names = []
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module)
+            elif isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+        assert not {name.partition(".")[0] for name in names} & outside, file

@@ -22,7 +22,7 @@ import rewards
 import rollout
 from options.conversation import Conversation
 from tiny import pretrain
-from options.episode_rewards import EpisodeScorer
+from rewards import load_scorer
 from rollout import Answer, Request
 from runs import ROOT, jobs, requests, shut_down
 from options import saved_rollouts
@@ -337,9 +337,9 @@ def parts_of(r):
 
 
 def scored(rollouts, plays_as, **settings):
-    settings = SimpleNamespace(**SETTINGS | {"token_budget": 100} | settings)
+    settings = SimpleNamespace(**SETTINGS | {"token_budget": 100, "tools": "more.py:tool"} | settings)
     plays = SimpleNamespace(reward_part=plays_as, tokenizer=TOKENIZER)
-    EpisodeScorer(settings, plays, "cpu", torch.float32)(rollouts)
+    load_scorer(settings, plays, "cpu", torch.float32)(rollouts)
     return rollouts
 
 

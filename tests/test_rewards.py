@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import configurator
 import data
 from options import files
 from runs import load_rows
@@ -603,7 +602,7 @@ def test_the_share_without_an_answer_is_logged(scorer):
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]
     scores(rollouts)
-    assert [r.answer for r in rollouts] == [None] * 3
+    assert [r.answer for r in rollouts] == ["2", "", "1"]       # they vote nevertheless
     assert "eval/rewards/no_answer" not in evaluation_metrics(rollouts, 3)
 
 
@@ -885,7 +884,7 @@ def test_what_a_file_has_started_ends_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(user_code, "closing", contextlib.ExitStack())
     starts = f"import subprocess\nopen('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
     score(reward_file(tmp_path, starts + "def reward(completions): return [1.0]"), SUMS[:1], ["a"], 5.0)
-    configurator.closing.close()
+    user_code.closing.close()
     wait_for_the_end((tmp_path / "pid").read_text())
 
 

@@ -20,7 +20,6 @@ import torch
 from transformers import AutoTokenizer
 
 import data
-from options import files
 from runs import load_rows
 import rewards
 from options.episode_rewards import EpisodeScorer
@@ -640,7 +639,7 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
 def test_a_named_column_is_the_truth_of_verls_form(scorer, tmp_path, name, truth, source):
     columns = {"final": "mine", "ground_truth": "theirs", "reward_model": {"ground_truth": "verl's"}}
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "p"} | columns))
-    [(_, row)] = files.file_rows(str(tmp_path / "rows.jsonl"), answer_column=name)
+    [(_, row)] = data.file_rows(str(tmp_path / "rows.jsonl"), answer_column=name)
     rollouts = [rollout(row, text) for text in (truth, "other")]
     scorer(source, answer_column=name)(rollouts)
     assert [r.score for r in rollouts] == [1.0, 0.0]

@@ -111,15 +111,14 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
     # In a plain row these columns are a prompt and an answer already.
     as_named = prompt_column == prompt_format == "" and answer_column in ("", "answer")
     for name, row, source in all_rows(paths):
-        answered = True
-        if as_named and is_plain(row):
-            if source:
-                row["source"] = source
-        else:
-            from options.foreign_rows import plain_row
-            with naming(name):
-                answered = plain_row(row, source, form)
         with naming(name):
+            answered = True
+            if as_named and is_plain(row):
+                if source:
+                    row["source"] = source
+            else:
+                from options.foreign_rows import plain_row
+                answered = plain_row(row, source, form)
             # A row without a prompt is told from others by all of it.
             text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
             places[held_out(text)].append(len(packed))

@@ -45,9 +45,10 @@ check_values(SimpleNamespace(**vars(settings), samplers=world_size))
 
 with input_errors(OSError):
     if output and rank == 0:
+        from options.files import files_of
         open(output, "a").close()                               # it fails now, not after hours of sampling
         for setting in (train_file, eval_file, chat_template):
-            for path, _ in data.files_of(setting):
+            for path, _ in files_of(setting):
                 check(not os.path.isfile(path) or not os.path.samefile(path, output),
                       f"output={output} would replace {path}, which is read: name another file")
 with input_errors():

@@ -16,7 +16,6 @@ import math
 from runtime import distributed         # before torch: it sets environment variables that torch reads
 import torch
 
-import data
 import rewards
 import rollout
 from configurator import configure, input_errors
@@ -72,7 +71,10 @@ with input_errors():                                            # an InputError 
     train_set, _, train_rows = load_examples(sample, "train")
     _, eval_set, held_out = load_examples(sample, "eval")
     turn = next(filter(None, train_rows))[-1]
-    note = data.unread_columns(train_set)
+    note = ""
+    if task == "file":
+        from options.files import unread_columns
+        note = unread_columns(train_set)
     scored = reward != "none"                                   # whether held-out prompts are sampled
     # The task's own reward compares with answers.
     if eval_set[0].row.get("answer") is None and not (reward or reward_model or agent or sample.reward_part):

@@ -14,6 +14,8 @@ from functools import partial
 
 from configurator import InputError
 import data
+from options import foreign_rows
+from options.files import Rows
 from rollout import Rollout
 
 # Fields of a message with which other trainers say that a turn is not learned, by 0 or false
@@ -31,8 +33,8 @@ def load_examples(sampler, split):
     s = sampler.settings
     prompts, encoded, _ = data.load_split(sampler.tokenizer, s, split, sampler.tools)
     rows = prompts.rows
-    if isinstance(rows, data.Rows):
-        rows = data.Rows(rows.packed)                           # without the columns that only others have
+    if isinstance(rows, Rows):
+        rows = Rows(rows.packed)                           # without the columns that only others have
     longest = s.max_prompt_length + s.max_completion_length
     examples = []
     for name, row in rows:
@@ -154,12 +156,12 @@ def answer_of(row, s):
     if "completion" not in row:                                 # a mere answer is no substitute for it
         columns += [s.answer_column, "solution", "answer"]
     for column in columns:
-        answer = data.messages_in(row.get(column))
-        if data.is_answer(answer) and answer != text:
+        answer = foreign_rows.messages_in(row.get(column))
+        if foreign_rows.is_answer(answer) and answer != text:
             answer = [{"role": "assistant", "content": str(answer)}]
         # The messages of a column `prompt` are no conversation with an answer at its end.
         if isinstance(answer, list) and answer and column != "prompt":
-            messages = [data.as_message(message) for message in answer]
+            messages = [foreign_rows.as_message(message) for message in answer]
             whole = column in conversations or messages[0]["role"] != "assistant"
             if messages[-1]["role"] == "assistant":
                 return messages, whole

@@ -34,7 +34,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
                "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from data import held_out
+from options.files import held_out
 from runs import ROOT, environment, free_port, run_in_child, start_forked, with_defaults
 
 SECONDS = 60                    # that a case may take

@@ -26,6 +26,9 @@ from tokenizers.processors import TemplateProcessing
 
 import data
 from runs import ROOT, launch, load_rows
+from options import files
+from options.foreign_rows import as_message
+from options.gsm8k import gsm8k_rows
 import rewards
 from runtime import checkpoint, run
 from options import user_rewards
@@ -94,7 +97,7 @@ def test_task_file_needs_a_file(split, eval_file):
 
 
 def write(path, *rows):
-    data.file_rows.cache_clear()
+    files.file_rows.cache_clear()
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(path)
 
@@ -131,19 +134,19 @@ def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "urlopen", offline)
     with pytest.raises(ValueError, match=r"gsm8k: https.*/test\.jsonl cannot be fetched to .*no network"):
-        data.gsm8k_rows("eval")
+        gsm8k_rows("eval")
     remote = tmp_path / "remote.jsonl"
     write(remote, *GSM8K)
     monkeypatch.setattr(torch.hub, "urlopen", lambda request: urllib.request.urlopen(remote.as_uri()))
     # What is not the published file, such as one that was cut off, is not kept.
     with pytest.raises(ValueError, match="invalid hash value"):
-        data.gsm8k_rows("eval")
+        gsm8k_rows("eval")
     fetch = torch.hub.download_url_to_file
     monkeypatch.setattr(torch.hub, "download_url_to_file",
                         lambda url, path, sha256, **more: fetch(url, path, hashlib.sha256(remote.read_bytes()).hexdigest(), **more))
-    rows = [*data.gsm8k_rows("eval")]
+    rows = [*gsm8k_rows("eval")]
     monkeypatch.setattr(torch.hub, "urlopen", offline)
-    assert [*data.gsm8k_rows("eval")] == rows and len(rows) == 2
+    assert [*gsm8k_rows("eval")] == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
 
 
@@ -280,7 +283,7 @@ def test_file_errors(tmp_path, name, content, message):
 def test_the_first_row_without_an_answer_is_named(tmp_path):
     path = write(tmp_path / "rows.jsonl", GOOD, {"prompt": "1+1?"}, {"prompt": "1+2?"}, GOOD)
     with pytest.raises(ValueError, match=f"^{path}:2: no answer in "):
-        data.file_rows(path)
+        files.file_rows(path)
 
 
 def test_parquet_errors_name_the_row(tmp_path):
@@ -309,8 +312,8 @@ def test_parquet_has_values_that_json_lacks(tmp_path, row, message):
 
 def read(path, **settings):
     """The prompts and answers of a file, with these settings."""
-    data.file_rows.cache_clear()
-    found = data.file_rows(str(path), **settings)
+    files.file_rows.cache_clear()
+    found = files.file_rows(str(path), **settings)
     return [(row["prompt"], row.get("answer")) for _, row in found]
 
 
@@ -379,7 +382,7 @@ def test_a_resumed_run_needs_the_same_format_of_prompts(tmp_path, capsys):
 def test_columns_that_no_model_reads_are_listed(load_prompts, tmp_path, settings, unread):
     path = write(tmp_path / "rows.jsonl", {"prompt": "1+1", "system": "Add.", "context": "x", "answer": "2", "id": 7,
                                            "images": [], "data_source": "sums", "tools": [], "reward_model": {"ground_truth": "2"}})
-    data.file_rows.cache_clear()
+    files.file_rows.cache_clear()
     note = load_prompts(**{"task": "file", "train_file": path, "eval_file": path} | settings)[2]
     if unread:
         assert f"\nThe model does not read the columns {unread}; rewards may (--prompt_format" in note
@@ -454,19 +457,19 @@ def test_a_column_system_is_the_first_message_where_there_is_none(tmp_path):
     path = write(tmp_path / "rows.jsonl", *rows)
     assert [prompt for prompt, _ in read(path)] == [
         [told, ASKED], [told, ASKED], [ASKED], [ASKED], "1+1?", [told, ASKED, told]]
-    assert [row["system"] for _, row in data.file_rows(path)] == [row["system"] for row in rows]
+    assert [row["system"] for _, row in files.file_rows(path)] == [row["system"] for row in rows]
 
 
 def test_a_row_without_a_prompt_has_an_empty_one_if_an_environment_may_give_it(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"number": 1})
     with pytest.raises(ValueError, match=":1: no column prompt; the columns are number"):
-        data.file_rows(path)
-    ((_, row),) = data.file_rows(path, prompt_optional=True)
+        files.file_rows(path)
+    ((_, row),) = files.file_rows(path, prompt_optional=True)
     assert row["prompt"] == [{"role": "user", "content": ""}]
 
 
 def test_a_message_without_a_text_is_empty():
-    assert data.as_message({"from": "gpt"}) == {"role": "assistant", "content": ""}
+    assert as_message({"from": "gpt"}) == {"role": "assistant", "content": ""}
 
 
 def test_columns_of_pictures_may_be_empty(tmp_path):
@@ -500,8 +503,8 @@ def test_tools_of_a_row(tmp_path, kind, tools, expected):
         as_parquet(path, rows)
     else:
         write(path, *rows)
-    data.file_rows.cache_clear()
-    found = [row for _, row in data.file_rows(str(path))]
+    files.file_rows.cache_clear()
+    found = [row for _, row in files.file_rows(str(path))]
     assert found[0]["tools"] == expected
     if found[1:]:
         assert found[1]["tools"][0]["function"]["parameters"]["properties"] == {"b": {"type": "string", "enum": ["x"]}}
@@ -530,7 +533,7 @@ def test_tools_of_a_row_go_through_the_template(load_prompts, tokenizer, tmp_pat
 
 def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_path):
     path = write(tmp_path / "rows.jsonl", GOOD | {"answer": 2}, GOOD | {"answer": [0.5, 2]}, GOOD)
-    answers = [row["answer"] for _, row in data.file_rows(path)]
+    answers = [row["answer"] for _, row in files.file_rows(path)]
     assert answers == [2, [0.5, 2], "2"] and type(answers[0]) is int
     columns = {"prompts": ["1+1?"] * 3, "completions": ["The answer is 2"] * 3, "answer": answers,
                "trainer_state": [None] * 3}
@@ -544,7 +547,7 @@ def test_a_source_is_not_replaced(tmp_path):
     rows = [GOOD | {"source": "x", "data_source": "y"}, GOOD | {"source": None, "data_source": "y"}, GOOD,
             GOOD | {"data_source": "y", "dataset": "z"}, GOOD | {"dataset": "z"}, GOOD | {"dataset": ["ifeval", "code"]}]
     path = write(tmp_path / "rows.jsonl", *rows)
-    assert [row["source"] for _, row in data.file_rows(path)] == ["x", "y", None, "y", "z", "ifeval, code"]
+    assert [row["source"] for _, row in files.file_rows(path)] == ["x", "y", None, "y", "z", "ifeval, code"]
 
 
 def test_messages_with_calls(tmp_path):
@@ -596,8 +599,8 @@ def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
                    "map": ([[("a", 1.0)]] * 3, pyarrow.map_(pyarrow.string(), kind)), "float": (["x"] * 3, pyarrow.string())}
         table = pyarrow.table({name: pyarrow.array(*column) for name, column in columns.items()})
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-        data.file_rows.cache_clear()
-        rows = [row for _, row in data.file_rows(str(tmp_path / "rows.parquet"))]
+        files.file_rows.cache_clear()
+        rows = [row for _, row in files.file_rows(str(tmp_path / "rows.parquet"))]
         assert {name: [row[name] for row in rows] for name in columns} == {name: values for name, (values, _) in columns.items()}
 
 
@@ -633,8 +636,8 @@ def test_forms_of_files(tmp_path, name):
     written(tmp_path / name, FORMS)
     (tmp_path / "README.txt").write_text("no rows")
     for setting in (tmp_path / name, tmp_path, f"{tmp_path}/*", f"x={tmp_path}"):
-        data.file_rows.cache_clear()
-        rows = [row for _, row in data.file_rows(str(setting))]
+        files.file_rows.cache_clear()
+        rows = [row for _, row in files.file_rows(str(setting))]
         assert [{key: row[key] for key in ("prompt", "answer", "hint") if row.get(key)} for row in rows] == FORMS
 
 
@@ -709,13 +712,13 @@ def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
     assert 70 < len(held_out) < 130
     users = [[{"role": "user", "content": text}] for text in texts]
     train, held_out = sides(write(tmp_path / "users.jsonl", *({"prompt": user} for user in users)))
-    assert [user[0]["content"] for user in held_out] == [t for t in texts if data.held_out(t)]
+    assert [user[0]["content"] for user in held_out] == [t for t in texts if files.held_out(t)]
 
 
 def test_a_file_that_holds_both_sides_is_read_once(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", *({"prompt": f"{i}?"} for i in range(100)))
-    reads, read_rows = [], data.read_rows
-    monkeypatch.setattr(data, "read_rows", lambda path: reads.append(path) or read_rows(path))
+    reads, read_rows = [], files.read_rows
+    monkeypatch.setattr(files, "read_rows", lambda path: reads.append(path) or read_rows(path))
     assert len(sides(path)[0]) > 50 and reads == [path]
 
 
@@ -756,10 +759,10 @@ def test_rows_are_bytes_until_they_are_read(tmp_path, kind):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.Table.from_pylist(rows[1:]).schema), path)
     else:
         path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
-    data.file_rows.cache_clear()
+    files.file_rows.cache_clear()
     gc.collect()
     before = len(gc.get_objects())
-    found = data.file_rows(str(path))
+    found = files.file_rows(str(path))
     gc.collect()
     assert len(gc.get_objects()) - before < 500
     # A row that lacks a column has it as None, and each reading makes a row anew.
@@ -807,8 +810,8 @@ def test_several_files(mixture, monkeypatch, setting, expected):
     """Parquet and JSONL, with the source of rows that the setting names."""
     monkeypatch.setenv("HOME", str(mixture))
     setting = setting.format(folder=mixture)
-    data.file_rows.cache_clear()
-    rows = [row for _, row in data.file_rows(setting)]
+    files.file_rows.cache_clear()
+    rows = [row for _, row in files.file_rows(setting)]
     assert " ".join(row["prompt"][:-1] + f":{row.get('source')}" * bool(row.get("source")) for row in rows) == expected
     assert rows_of("eval", 0, eval_file=setting) == rows
 
@@ -826,15 +829,15 @@ def test_files_of_different_splits_in_one_folder_are_refused(tmp_path, monkeypat
         (folder / name).write_text(json.dumps(GOOD) + "\n")
     monkeypatch.chdir(tmp_path)
     for setting in ["train/test_rows", f"x={folder}"] * ("/" not in names) + ["train/*/**/*.json*", f"{folder}/**/*.json*"]:
-        data.file_rows.cache_clear()
+        files.file_rows.cache_clear()
         if names.startswith("!"):
-            assert len(data.file_rows(setting)) == len(names.split())
+            assert len(files.file_rows(setting)) == len(names.split())
             continue
         with pytest.raises(ValueError, match=f"^{re.escape(setting)}: files of different splits, .*{names.split()[1]}"):
-            data.file_rows(setting)
+            files.file_rows(setting)
     # Those that are named one by one are all read.
-    data.file_rows.cache_clear()
-    assert len(data.file_rows(",".join(f"{folder}/{name}" for name in names.strip("!").split()))) == len(names.split())
+    files.file_rows.cache_clear()
+    assert len(files.file_rows(",".join(f"{folder}/{name}" for name in names.strip("!").split()))) == len(names.split())
 
 
 def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
@@ -843,7 +846,7 @@ def test_the_same_prompt_in_two_files_is_on_one_side(tmp_path):
         write(tmp_path / f"{name}.jsonl", *({"prompt": text, "answer": answer} for text in texts))
     train, held_out = sides(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
     assert len(train + held_out) == 200 and not set(train) & set(held_out)
-    assert sorted(held_out) == sorted(2 * [text for text in texts if data.held_out(text)])
+    assert sorted(held_out) == sorted(2 * [text for text in texts if files.held_out(text)])
 
 
 @pytest.mark.parametrize("setting, name", [
@@ -857,11 +860,11 @@ def test_what_is_no_file_is_named_among_several(mixture, setting, name):
     with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file of .jsonl, .* or .arrow, nor a "
                                          "folder or a pattern of such files, which commas separate; "
                                          "SOURCE=PATH names the source of its rows"):
-        data.file_rows(setting)
+        files.file_rows(setting)
     with pytest.raises(ValueError, match="^a=a=b,b=a=b,a=more: the source a is named twice; a folder or a pattern"):
-        data.file_rows("a=a=b,b=a=b,a=more")
+        files.file_rows("a=a=b,b=a=b,a=more")
     # Commas that separate nothing are left out.
-    assert [*data.files_of("data/words.jsonl,")] == [*data.files_of("data/words.jsonl")]
+    assert [*files.files_of("data/words.jsonl,")] == [*files.files_of("data/words.jsonl")]
     # A pattern, or its folder, takes a file with a comma in its name.
     assert rows_of("eval", 0, eval_file="one? two.jsonl")[0]["answer"] == "2"
 
@@ -873,8 +876,8 @@ def test_a_path_with_an_equals_sign_is_itself(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "part.jsonl", GOOD)
     parts = [(f"year={year}/part.jsonl", None) for year in (2024, 2025)]
-    assert [*data.files_of("year=*/part.jsonl")] == [*data.files_of(",".join(name for name, _ in parts))] == parts
-    assert [*data.files_of("year=held_out/part.jsonl,n=year=2024")] == [
+    assert [*files.files_of("year=*/part.jsonl")] == [*files.files_of(",".join(name for name, _ in parts))] == parts
+    assert [*files.files_of("year=held_out/part.jsonl,n=year=2024")] == [
         ("held_out/part.jsonl", "year"), ("year=2024/part.jsonl", "n")]
 
 
@@ -892,7 +895,7 @@ def test_rows_whose_prompts_are_all_equal_may_be_held_out_as_well(tmp_path):
     for text in "abcdefgh":
         path = write(tmp_path / "rows.jsonl", *({"prompt": [{"role": "user", "content": text}], "game": i}
                                                 for i in range(20)))
-        split = "train" if data.held_out(text) else "eval"
+        split = "train" if files.held_out(text) else "eval"
         with pytest.raises(ValueError, match=f"none of 20 is for {split}; --eval_file=... names held-out rows, "
                                              "which may be those of the same file"):
             rows_of(split, 0, train_file=path)
@@ -968,7 +971,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     importlib.reload(constants)                                 # these are read once, when the package is loaded
-    data.file_rows.cache_clear()
+    files.file_rows.cache_clear()
     yield server
     server.shutdown()
     monkeypatch.undo()
@@ -977,32 +980,32 @@ def hub(tmp_path, monkeypatch):
 
 def test_rows_from_the_hub(hub, tmp_path, monkeypatch):
     name = "hf://datasets/owner/rows/data/train-00000-of-00001.jsonl"
-    rows = data.file_rows(name)
+    rows = files.file_rows(name)
     assert [row for _, row in rows] == [{"prompt": f"{i}?", "answer": i} for i in range(3)]
     assert rows[2][0] == f"{name}:3" and len([*tmp_path.glob("hub/**/train-*.jsonl")]) == 1
     # It may stand among others, and have a name.
     other = write(tmp_path / "own.jsonl", GOOD)
-    assert [row["source"] for _, row in data.file_rows(f"{other},hub={name}")] == [None] + ["hub"] * 3
+    assert [row["source"] for _, row in files.file_rows(f"{other},hub={name}")] == [None] + ["hub"] * 3
     for missing in ("", "/data", "/data/test.parquet"):
         with pytest.raises(ValueError, match=f"^hf://datasets/owner/rows{missing}: no such file; there are "
                                              "data/train-00000-of-00001.jsonl, README.md$"):
-            data.file_rows(f"hf://datasets/owner/rows{missing}")
+            files.file_rows(f"hf://datasets/owner/rows{missing}")
     with pytest.raises(ValueError, match="^hf://datasets/owner/none/a.jsonl: RepositoryNotFoundError"):
-        data.file_rows("hf://datasets/owner/none/a.jsonl")
+        files.file_rows("hf://datasets/owner/none/a.jsonl")
     # Offline, what is in the cache is taken without a question, and anything else is named.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     importlib.reload(sys.modules["huggingface_hub.constants"])
-    data.file_rows.cache_clear()
+    files.file_rows.cache_clear()
     hub.paths.clear()
-    assert len(data.file_rows(name)) == 3
+    assert len(files.file_rows(name)) == 3
     with pytest.raises(ValueError, match="^hf://datasets/owner/rows/README.jsonl: OfflineModeIsEnabled"):
-        data.file_rows("hf://datasets/owner/rows/README.jsonl")
+        files.file_rows("hf://datasets/owner/rows/README.jsonl")
     assert hub.paths == []
 
 
 @pytest.mark.parametrize("split, other", [("train", "eval"), ("eval", "train")])
 def test_a_file_with_an_empty_side_is_named(tmp_path, split, other):
-    texts = [text for text in map(str, range(100)) if data.held_out(text) == (other == "eval")][:3]
+    texts = [text for text in map(str, range(100)) if files.held_out(text) == (other == "eval")][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
     assert len(rows_of(other, 0, train_file=path)) == 3
     with pytest.raises(ValueError, match=f"^{path}: without an eval_file .* none of 3 is for {split}; --eval_file"):
@@ -1027,8 +1030,8 @@ def drawn(num_rows, position, count, seed):
 def test_the_order_of_rows_stays_what_it_was():
     """A run that is resumed with a later version of this file goes on with the prompts that are due."""
     assert drawn(10, 7, 6, 3) == ([0, 5, 3, 7, 4, 3], 13)
-    rows = data.Rows([pickle.dumps((str(i), {"source": "ab"[i % 3 == 0]})) for i in range(12)])
-    assert [int(name) for name, _ in data.spread(rows, 5)] == [2, 5, 9, 10, 11]
+    rows = files.Rows([pickle.dumps((str(i), {"source": "ab"[i % 3 == 0]})) for i in range(12)])
+    assert [int(name) for name, _ in rows.spread(5)] == [2, 5, 9, 10, 11]
 
 
 @pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
@@ -1429,20 +1432,20 @@ def test_dates_in_the_messages_of_a_parquet_file(tmp_path):
     message = {"role": "user", "content": "1+1?", "on": datetime.datetime(2026, 1, 2)}
     row = {"prompt": [message], "answer": "2"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    ((_, row),) = data.file_rows(str(tmp_path / "rows.parquet"))
+    ((_, row),) = files.file_rows(str(tmp_path / "rows.parquet"))
     assert row["prompt"] == [message | {"on": "2026-01-02 00:00:00"}]
 
 
 def test_a_named_column_of_answers_leaves_the_source_as_it_is(tmp_path):
     rows = [{"prompt": "a?", "gold": "1", "data_source": None, "source": "x"}]
     path = write(tmp_path / "rows.jsonl", *rows)
-    ((_, row),) = data.file_rows(path, "", "gold")
+    ((_, row),) = files.file_rows(path, "", "gold")
     assert row["source"] == "x" and row["answer"] == "1"
-    ((_, row),) = data.file_rows(write(tmp_path / "other.jsonl", {"prompt": "a?", "gold": "1"}), "", "gold")
+    ((_, row),) = files.file_rows(write(tmp_path / "other.jsonl", {"prompt": "a?", "gold": "1"}), "", "gold")
     assert "source" not in row
 
 
 def test_bytes_in_a_message_are_refused_and_dates_are_text():
-    assert data.as_message({"role": "user", "content": "x", "day": datetime.date(2026, 5, 1)})["day"] == "2026-05-01"
+    assert as_message({"role": "user", "content": "x", "day": datetime.date(2026, 5, 1)})["day"] == "2026-05-01"
     with pytest.raises(ValueError, match="a message cannot hold bytes: b'x'"):
-        data.as_message({"role": "user", "content": b"x"})
+        as_message({"role": "user", "content": b"x"})

@@ -28,6 +28,7 @@ from losses import group_std
 from rollout import Rollout
 from options import reward_model, user_code, user_rewards
 from runtime.metrics import evaluation_metrics, part_means, rollout_metrics
+from options.files import file_rows
 from options.user_code import UserProcess, load_from
 from tasks.check_answer import final_answer
 from test_data import MESSAGES, VERL, write
@@ -639,7 +640,7 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
 def test_a_named_column_is_the_truth_of_verls_form(scorer, tmp_path, name, truth, source):
     columns = {"final": "mine", "ground_truth": "theirs", "reward_model": {"ground_truth": "verl's"}}
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "p"} | columns))
-    [(_, row)] = data.file_rows(str(tmp_path / "rows.jsonl"), answer_column=name)
+    [(_, row)] = file_rows(str(tmp_path / "rows.jsonl"), answer_column=name)
     rollouts = [rollout(row, text) for text in (truth, "other")]
     scorer(source, answer_column=name)(rollouts)
     assert [r.score for r in rollouts] == [1.0, 0.0]

@@ -49,10 +49,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from configurator import InputError, reading
+from model import head_logits
 from runtime import distributed
 from runtime.checkpoint import json_text
 from runtime.model_folder import load_tokenizer, model_class
-from runtime.logprobs import head_logits
 from weights import checksum, engine_weights, load_checked, reload_vllm
 
 # These fields of a Rollout are saved although JSON may change them. from_arrays restores the keys of rewards

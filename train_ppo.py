@@ -28,9 +28,10 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
+from options.critic import load_critic, token_values
 from options.episodes import Player
-from model import (deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
-                   micro_batches, open_folders, set_rates, token_logprobs, token_values)
+from model import (deal_to_ranks, load_policy, load_reference, make_optimizer, micro_batches, open_folders,
+                   set_rates, token_logprobs)
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first

@@ -71,7 +71,7 @@ def forecast(s, ranks, memory, cuda):
     if s.gradient_checkpointing:
         recomputed = activations / m.depth
         activations = b * m.H * m.depth
-    # Two chunks of logits (logprobs.LOGITS), or two gradients of the head.
+    # Two chunks of logits (model.LOGITS), or two gradients of the head.
     logits = 8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T)
     if not s.lora_rank:
         logits = max(logits, 8 * head)

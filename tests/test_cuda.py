@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 import attention
 import rollout
 from attention import packed_attention
-from model import load_policy
+from model import load_policy, product
 from packing import Segments, micro_batch, pack
-from runtime.logprobs import product
 from runs import requests, shut_down, split
 from test_packing import episode
 from weights import engine_weights

@@ -1,6 +1,8 @@
 """
 What the figures of a run say about its health, in words for the console and for report.py's page.
 
+A run opens this file once it is long enough for a rule, or if its first scores are all the same.
+
 A rule compares the mean of a metric over WINDOW steps with a limit. These are rules of thumb: a healthy run
 may break one, and a run that breaks none may still learn the wrong thing.
 """
@@ -13,7 +15,6 @@ from tasks.check_answer import content
 
 WINDOW = 5                      # steps in a mean
 LEAST = 5                       # a rule is broken if so many means in a row are beyond its limit
-FIRST_STEPS = 3                 # after these a run says whether all its scores are the same
 
 # The limit of a rule is the larger of `least` and `factor` times the first mean, and the rule is broken by
 # means over it or under it (side). If so, `meaning` says what that means, and `to_try` what may help, with
@@ -146,11 +147,11 @@ def news(lines, settings, reported):
     return texts
 
 
-def same_scores(rollouts):
+def same_scores(rollouts, steps):
     """Return a text, in lines of 80 columns, for each source whose scores are all the same, one text if those
     of all sources are, or "". A source with less than a tenth of the scores may have a few hard prompts.
 
-    rollouts: those of the first steps.
+    rollouts: those of so many first steps.
     """
     scored = [r for r in rollouts if not math.isnan(r.score)]
     groups = defaultdict(list)
@@ -165,7 +166,7 @@ def same_scores(rollouts):
         first = group[0]
         ending = content(first.completion)
         of_source = f" of the source {source}" if source else ""
-        text = (f"All {len(group)} scores{of_source} in the first {FIRST_STEPS} steps are {first.score:g}, "
+        text = (f"All {len(group)} scores{of_source} in the first {steps} steps are {first.score:g}, "
                 "so they teach nothing. Does the reward read what the model writes? The first completion, "
                 f"where {first.row.get('answer')!r} is right, ends with {ending[-80:]!r}.")
         unanswered = sum(r.answered is False for r in group)
@@ -173,30 +174,6 @@ def same_scores(rollouts):
             text += f" In {unanswered} of them no answer was found."
         texts.append(filled(text))
     return "\n".join(texts)
-
-
-def mixed_groups(rollouts, settings):
-    """Return a text, in lines of 80 columns, if a group of a step has different rows, or "".
-
-    rollouts: those of the step, of which num_generations adjacent ones are a group. settings: as for news.
-    Raises RuntimeError instead if loss_aggregation is prompt_mean.
-    """
-    n = settings.get("num_generations", 1)
-    if all(same_task(r.row, rollouts[i - i % n].row) for i, r in enumerate(rollouts)):
-        return ""
-    text = (f"Rollouts of different rows stand where the num_generations={n} rollouts of one row should be. "
-            "What compares the rollouts of a prompt is wrong.")
-    if settings.get("loss_aggregation") == "prompt_mean":
-        raise RuntimeError(text)
-    return filled(text)
-
-
-def same_task(row, other):
-    # Returns whether two rows differ at most in their prompts, which an environment or an agent may have
-    # changed. Values are mostly the same object. Others are compared as text: NaN is not equal to NaN.
-    names = row.keys() | other.keys()
-    return all(row.get(name) is other.get(name) or str(row.get(name)) == str(other.get(name))
-               for name in names - {"prompt"})
 
 
 def filled(text):

@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from configurator import InputError, source_of, specs
-from options import health
 from runtime import checkpoint, distributed
 from tasks.check_answer import comparison, content, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
+FIRST_STEPS = 3                 # after these a run says whether all its scores are the same
+FIRST_RULES = 9                 # with fewer steps no rule of options/health.py can be broken
 LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/
 # It can be applied, whatever the user has set for git.
 DIFF = ("diff --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ --submodule=short -U3 "
@@ -411,8 +412,10 @@ class RunLog:
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         texts = [f"{key} {value:.3f}" for key, value in figures.items()]
         self.say("  ".join([f"step {step:3d}", *texts[:3]]))
-        for text in health.news(self.history, self.settings, self.reported):
-            self.say(text)
+        if len(self.history) >= FIRST_RULES:
+            from options.health import news
+            for text in news(self.history, self.settings, self.reported):
+                self.say(text)
 
     def write(self, samples=()):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
@@ -465,15 +468,17 @@ class RunLog:
                 completion = plain_text(sample["completion"])
                 self.say(f"    {prompt[-60:]!r}\n     -> {completion[-40:]!r:44} "
                          f"reward {sample['reward']:g}, truth {sample['truth']!r}")
-        if step < health.FIRST_STEPS:
+        if step < FIRST_STEPS:
             self.first_rollouts += rollouts
-        if step == health.FIRST_STEPS - 1:
-            self.say(health.same_scores(self.first_rollouts))
+        if step == FIRST_STEPS - 1:
+            scores = defaultdict(set)                           # {source: its scores}
+            for r in self.first_rollouts:
+                if not math.isnan(r.score):
+                    scores[r.row.get("source")].add(r.score)
+            if any(len(values) == 1 for values in scores.values()):
+                from options.health import same_scores
+                self.say(same_scores(self.first_rollouts, FIRST_STEPS))
             self.first_rollouts.clear()
-        warning = health.mixed_groups(rollouts, self.settings)              # or "", and nothing is printed
-        if warning not in self.reported:
-            self.reported.add(warning)
-            self.say(warning)
         texts = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]
         self.say("  ".join([f"step {step:3d}", *texts, f"{seconds:.1f} s"]))
 

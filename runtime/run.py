@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 from configurator import (check, check_tiny_defaults, check_values, fail, input_errors, is_of_library,
                           overridden, printable, reading)
 from runtime import checkpoint, distributed, metrics
-from options.memory import forecast_note
+from runtime.model_folder import located
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
@@ -101,6 +101,23 @@ def read_state(resumed, state, settings, script):
     if vars(settings) | RESUMING != before | RESUMING:
         loaded["evaluated"] = {}                                # other settings may make other figures
     return loaded, arrays
+
+
+def may_not_fit(settings):
+    """Return whether to forecast the memory: on a GPU, and where a rough count exceeds half of the host's."""
+    if torch.cuda.is_available():
+        return True
+    weights = 0                                                 # bytes in the folders of the models
+    for key in ("model", "critic_model", "reference_model"):
+        folder = located(getattr(settings, key, "") or settings.model)
+        if not os.path.isdir(folder):                           # a hub id
+            return True
+        weights += sum(entry.stat().st_size for entry in os.scandir(folder))
+    # Weights, gradients and moments take 8 times the bytes of bfloat16 weights, and the activations of a
+    # token less than a tenth of them.
+    rough = weights * (16 + settings.token_budget / 10)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return rough > host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2
 
 
 def locate(settings, script):
@@ -203,7 +220,10 @@ class Run:
             check(same or not same_number, f"the {key} are not those of {self.resumed}: a file of rows or "
                                            "the chat template has changed")
         self.state["checksums"] |= checksums
-        self.notes = [printable(note), forecast_note(self.settings, self.world_size), folders.note]
+        self.notes = [printable(note), folders.note]
+        if may_not_fit(self.settings):
+            from options.memory import forecast_note
+            self.notes.insert(1, forecast_note(self.settings, self.world_size))
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, policy, optimizer, engine, **others):

@@ -107,7 +107,7 @@ def test_scores_of_the_first_steps_that_are_all_the_same_are_told_of():
                                 completion=completion) for source, score, answered, completion, truth in samples]
 
     def told(*samples):
-        texts = health.same_scores(rollouts(samples)).split("\n    All")
+        texts = health.same_scores(rollouts(samples), 3).split("\n    All")
         return [" ".join(text.split()) for text in texts if text]
     silent = [("", 0.0, False, "a", "1"), ("", 1.0, True, "b", "2")]
     assert told(*silent) == told() == []
@@ -115,7 +115,7 @@ def test_scores_of_the_first_steps_that_are_all_the_same_are_told_of():
     (words,) = told(*all_the_same)
     assert words.startswith("All 3 scores in the first 3 steps are 0, so they teach nothing.")
     assert words.endswith(r"where '18' is right, ends with 'So it is\n18'. In 2 of them no answer was found.")
-    assert all(len(line) <= 80 for line in health.same_scores(rollouts(all_the_same)).splitlines())
+    assert all(len(line) <= 80 for line in health.same_scores(rollouts(all_the_same), 3).splitlines())
     (words,) = told(*silent, *all_the_same[1:], ("c", 1.0, None, "x", "3"), ("c", 0.5, None, "y", "3"))
     assert "All 2 scores of the source b in the first 3 steps are 0" in words and "where 'proof' is right" in words
     (words,) = told(*silent, ("d", 1.0, None, "x", "{}"))

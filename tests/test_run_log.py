@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from losses import group_std
 from rollout import Rollout
 from runs import ROOT, launch, lines, on_ranks
-from options import health
 from runtime import metrics
 from runtime.metrics import RunLog, rewind, rollout_metrics
 from runtime.run import Run, opening
@@ -278,46 +277,12 @@ def step_of(log, capsys, groups, n=2, **changed):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_groups_of_different_rows_are_named_once(mesh, tmp_path, capsys):
-    """Rows of an agent's episodes may stand where completions of one prompt should."""
+def test_a_step_with_part_of_a_group_is_refused(mesh, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9}, run_state())
-    first, second = ({"prompt": f"{i}?", "answer": str(i)} for i in range(2))
-    right = [(first, 1.0, 0.0), (second, 0.0, 1.0)]
-    mixed = "Rollouts of different rows stand where the num_generations=2"
-    assert mixed not in step_of(log, capsys, right)
-    # The prompt of an episode is another one if its environment says something.
-    assert mixed not in step_of(log, capsys, [(first, 1.0), (first | {"prompt": "0? Go."}, 0.0)] + right[1:])
-    # A rank gets a NaN of its own from another rank.
-    missing = ({"prompt": "2?", "level": float("nan")} for _ in range(2))
-    assert mixed not in step_of(log, capsys, [(row, 1.0) for row in missing], loss_aggregation="prompt_mean")
-    shifted = [(first, 1.0, 0.0, 1.0), (second, 1.0)]
-    assert mixed in step_of(log, capsys, shifted)
-    assert mixed not in step_of(log, capsys, shifted)
-    with pytest.raises(RuntimeError, match=mixed):
-        step_of(log, capsys, shifted, loss_aggregation="prompt_mean")
+    first = {"prompt": "0?", "answer": "0"}
     with pytest.raises(ValueError, match="3 rollouts are not groups of num_generations=2: each prompt has that many"):
         step_of(log, capsys, [(first, 1.0, 0.0, 1.0)])
-    # With one completion for each prompt nothing is mixed.
-    log.reported.clear()
-    assert mixed not in step_of(log, capsys, [(first, 1.0), (second, 0.0)], n=1)
-
-
-class Large:
-    """A value of a row of which no text is to be made."""
-
-    def __repr__(self):
-        raise MemoryError
-
-
-def test_no_text_is_made_of_the_rows_of_a_step():
-    """They may have megabytes. A row that came from another rank, or has another prompt, has the same values."""
-    row = {"prompt": "?", "document": Large(), "answer": "1"}
-    rollouts = [SimpleNamespace(row=row), SimpleNamespace(row=row | {"prompt": "Now?"})]
-    assert health.mixed_groups(rollouts, {"num_generations": 2}) == ""
-    for change in ({"answer": "2"}, {"level": 1}):
-        rollouts[1].row = row | change
-        assert "Rollouts of different rows" in health.mixed_groups(rollouts, {"num_generations": 2})
 
 
 def test_a_step_without_any_score_says_so(mesh, tmp_path, capsys):

@@ -9,9 +9,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, DynamicCache
 
 from configurator import reading
+from model import head_logits
 from rollout import Engine, Request
 from runtime import distributed
-from runtime.logprobs import head_logits
 from runtime.model_folder import model_class
 from weights import checksum
 

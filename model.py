@@ -1,17 +1,21 @@
 """
-Policy and critic: how they are loaded and sharded by FSDP2, and what they compute for packed rows.
+The policy: how it is loaded and sharded by FSDP2, and what it computes for packed rows.
 
     open_folders     reads what a run needs from its models' folders before it loads weights
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
     load_reference   the frozen Policy with which a KL compares the trained one
-    load_critic      a Critic under FSDP2, from any model, whose forward returns values
     deal_to_ranks    says which rollouts this rank computes
     micro_batches    makes packed rows (packing.py) of rollouts, the same number on every rank
     token_logprobs   computes a policy's logprobs of the sampled tokens of rollouts, without gradient
+    head_logits      computes the logits of a model's output head, for both the trainer and the engine
 
 When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
 whose logprobs differ is refused. T is the number of tokens in a micro-batch, C the number of sampled tokens
-among them, H the hidden size.
+among them, H the hidden size, V the size of the vocabulary. PPO's critic is in options/critic.py.
+
+Products of bfloat16 factors are not rounded to bfloat16, which has three digits: a logit of 20 would be off
+by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding causes most of
+the gap between engine and trainer. In the default run it caused a quarter to two fifths (docs/speed.md).
 """
 import copy
 import functools
@@ -28,24 +32,157 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig
 
 from configurator import InputError
 from attention import Pick, cut_over, join, packed_attention
 from packing import deal, micro_batch, pack
 from runtime import distributed
-from runtime.logprobs import LogprobsFromHidden
 from runtime.model_folder import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
                                   model_class, read_config, read_model, reading, write_model)
 
 
-# ---------------------------------------------------------------- policy and critic
+# ---------------------------------------------------------------- logprobs from hidden states
+
+# In the place of a logit. Its probability is 0, and 0 * LOW is 0, whereas 0 * -infinity would be NaN.
+LOW = -1e9
+# The most logits that are held at once. Two copies of them in float32 take 128 MB on a CPU and 2 GB on a GPU.
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}
+
+
+def product(a, b):
+    """Return a @ b in float32, not rounded to the factors' dtype. A GPU makes no float32 copies of the
+    factors."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def add_product(total, a, b):
+    # Adds product(a, b) to a float32 tensor in place. To add a second V x H takes as long as the product.
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+def head_logits(hidden, weight, bias, scale=1.0, softcap=0.0, temperature=1.0):
+    """Return a linear head's logits / temperature, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or
+    None.
+
+    scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
+    softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). On a CPU each call
+    makes a float32 copy of a bfloat16 weight.
+    """
+    if weight.dtype == torch.float32:
+        logits = F.linear(hidden, weight, bias)
+    else:
+        logits = product(hidden, weight.T)
+        if bias is not None:
+            logits += bias.float()
+    # A GPU takes as long for each of these as for the product itself, so none is done for nothing.
+    if scale != 1:
+        logits *= scale
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1:
+        logits /= temperature
+    return logits
+
+
+def keep_only(logits, kept):
+    # Replaces all logits [C, V], in place, except those of the tokens `kept` [C, M], which may have repeats.
+    kept = kept.long()
+    values = logits.gather(1, kept)
+    logits.fill_(LOW).scatter_(1, kept, values)
+
+
+class LogprobsFromHidden(torch.autograd.Function):
+    """Computes the logprob of each target and the entropy of its distribution, one chunk of tokens at a time.
+
+    forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> float32 logp [C], entropy [C].
+    kept [C, M], ids of tokens, restricts each distribution to these; None does not.
+    The backward pass computes each chunk's logits again instead of keeping C x V of them. Both passes work in
+    place, which at V = 151,936 on two cores takes half the time of plain expressions. With p = softmax(z)
+    and z = logits / temperature: d(logp)/dz = onehot(target) - p, d(entropy)/dz = -p * (log p + entropy).
+    scale, softcap: see head_logits. d(logits)/d(product) = scale * (1 - (logits / softcap)^2).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, scale=1.0, softcap=0.0, kept=None):
+        ctx.head = scale, softcap, temperature
+        # Slices of tokens, each with at most LOGITS logits.
+        size = max(1, LOGITS[weight.device.type] // len(weight))
+        ctx.chunks = [slice(first, first + size) for first in range(0, len(targets), size)]
+        logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        for part in ctx.chunks:
+            logits = head_logits(hidden[part], weight, bias, *ctx.head)                         # [chunk, V]
+            if kept is not None:
+                keep_only(logits, kept[part])
+            p = logits.softmax(-1)
+            # log p = z - lse at the likeliest token. This takes a third less time than logits.logsumexp(-1).
+            lse[part] = logits.amax(-1) - p.amax(-1).log()
+            log_p = logits.sub_(lse[part, None])
+            logp[part] = log_p.gather(1, targets[part, None])[:, 0]
+            entropy[part] = -p.mul_(log_p).sum(-1)
+            del logits, p, log_p                                # before the next chunk makes its own
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, kept)
+        # Without materialized gradients, an entropy that is only logged costs nothing in the backward pass.
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, d_logp, d_entropy):
+        hidden, weight, bias, targets, lse, entropy, kept = ctx.saved_tensors
+        scale, softcap, temperature = ctx.head
+        divisor = temperature / scale
+        if d_logp is None:
+            d_logp = torch.zeros_like(lse)
+        d_logp = d_logp / divisor
+        d_hidden = torch.empty_like(hidden)
+        d_weight = d_bias = None
+        if ctx.needs_input_grad[1]:                             # with adapters the head is frozen
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if bias is not None:
+            d_bias = torch.zeros_like(bias, dtype=torch.float32)
+        for part in ctx.chunks:
+            logits = head_logits(hidden[part], weight, bias, *ctx.head)
+            if softcap:
+                slope = 1 - (logits * (temperature / softcap)).square_()                        # [chunk, V]
+            if kept is not None:
+                keep_only(logits, kept[part])
+            log_p = logits.sub_(lse[part, None])
+            # All of this is in place, so that only one copy of the chunk exists.
+            if d_entropy is None:
+                d_logits = log_p.exp_().mul_(-d_logp[part, None])
+            else:
+                p = log_p.exp()
+                d_logits = log_p.add_(entropy[part, None]).mul_(-d_entropy[part, None] / divisor)
+                d_logits.sub_(d_logp[part, None]).mul_(p)
+                del p
+            d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
+            if softcap:
+                d_logits *= slope
+                del slope
+            if bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(weight.dtype)
+            d_hidden[part] = d_logits @ weight
+            if d_weight is not None:
+                add_product(d_weight, d_logits.T, hidden[part])
+            del logits, log_p, d_logits
+        # PyTorch casts each gradient to the dtype of its input.
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+# ---------------------------------------------------------------- the policy
 
 class Network(nn.Module):
     """The part that a policy and a critic have in common. hf: a Hugging Face model.
 
-    A subclass has the attribute head: the linear layer that follows the decoder. A network keeps its decoder
-    and its head, so a policy looks for them only once.
+    A subclass has the attribute head, the linear layer that follows the decoder, and two methods that
+    check_same compares: by_transformers and by_training. A network keeps its decoder and its head, so a
+    policy looks for them only once.
     """
 
     def __init__(self, hf):
@@ -105,7 +242,7 @@ class Network(nn.Module):
         """Make the network ready for an optimizer, once the script has frozen what it does not train.
 
         Raises InputError if a checkpoint would not hold all that is trained. In bfloat16 the master weights
-        are moved (lora.spread_masters), except frozen ones. dtype: the one that layers compute in. A
+        are moved (spread_masters), except frozen ones. dtype: the one that layers compute in. A
         collective.
         """
         saved = {*self.saved_parameters().values()}
@@ -117,7 +254,6 @@ class Network(nn.Module):
                              "does with the critic")
         if self.adapters or dtype != torch.bfloat16:
             return
-        from options.lora import spread_masters
         for parameter in trained.values():
             whole = parameter.full_tensor()
             spread_masters([whole])
@@ -173,24 +309,16 @@ class Policy(Network):
             return join(logp, batch.cut), join(entropy, batch.cut)
         return logp, entropy
 
+    def by_transformers(self, sequences):
+        """Return the logprobs that transformers computes of the tokens of sequences [S, L], except the first
+        of each, [S, L - 1]."""
+        logits = self.hf(input_ids=sequences, use_cache=False).logits[:, :-1]
+        return logits.float().log_softmax(-1).gather(2, sequences[:, 1:, None])[:, :, 0]
 
-class Critic(Network):
-    """A transformer with a scalar head whose forward returns the value of the state before each token."""
-
-    @property
-    def head(self):
-        return self.hf.score
-
-    def forward(self, batch):
-        """MicroBatch -> values [C]. Entry c is read one token before c, so it does not see c.
-
-        The head always computes in float32, because bfloat16 has only three digits for a value.
-        """
-        hidden = self.hidden_states(batch).float()
-        values = hidden @ self.head.weight[0].float() + self.head.bias.float()
-        if batch.cut:
-            return join(values, batch.cut)
-        return values
+    def by_training(self, batch):
+        """Return the same for the sampled tokens of a MicroBatch, as training computes it, [C]."""
+        logp, _ = self(batch, 1.0)
+        return logp
 
 
 def scale_gradient(network, inputs, outputs):
@@ -204,6 +332,34 @@ def scale_gradient(network, inputs, outputs):
     for output in outputs:
         if output.requires_grad:
             output.register_hook(scaled)
+
+
+# ---------------------------------------------------------------- master weights in bfloat16 runs
+
+def even_offsets(weight):
+    """Return an int16 for each place of a weight, always the same, spread evenly over rows and columns."""
+    def along(count, step):
+        return (torch.arange(count, device=weight.device) * step).to(torch.int16)   # drops the higher bits
+
+    columns = weight.numel() // max(len(weight), 1)
+    return (along(len(weight), 49471)[:, None] + along(columns, 37345)).view(weight.shape)
+
+
+@torch.no_grad()
+def spread_masters(parameters):
+    """Move float32 weights, in place, off the grid of bfloat16 without changing what they are rounded to.
+
+    On the grid, an optimizer step that is much smaller than the grid's would change no rounded weight, and
+    neither trainer nor engine would compute anything new. Once the weights are spread over the intervals that
+    are rounded to the same bfloat16, a step of a third of the grid's takes a third of them to the next
+    bfloat16. Zeros stay as they are, and so do parameters that are not on the grid, such as those of a run's
+    checkpoint.
+    """
+    for parameter in parameters:
+        bits = parameter.view(torch.int32)
+        if not (bits & 0xffff).any():
+            # Exactly half a step might be rounded to the next bfloat16.
+            bits.add_(torch.where(parameter == 0, 0, even_offsets(parameter).clamp_(min=1 - 2 ** 15)))
 
 
 # ---------------------------------------------------------------- rollouts through a network
@@ -263,16 +419,6 @@ def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
     # Without a backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     return logps
-
-
-@torch.no_grad()
-def token_values(critic, rollouts, chosen, token_budget):
-    """Return a critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
-    values = {}
-    for batch in micro_batches(critic, rollouts, chosen, token_budget):
-        batch.put(critic(batch), values)
-    critic.reshard()
-    return values
 
 
 def gathered_logprobs(policy, rollouts, token_budget, temperature):
@@ -353,37 +499,6 @@ def load_reference(path, policy, mesh, dtype):
     if policy.adapters and policy.hf.name_or_path == path:
         return policy.adapters.base
     return load_policy(path, mesh, dtype, sequence_group=policy.sequence_group, trained=False)
-
-
-class ValueHead(PreTrainedModel):
-    """The head of a critic, to be read from a folder. If the folder has no such head, its weights are 0."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
-        self.post_init()
-
-    def _init_weights(self, module):
-        for parameter in module.parameters(recurse=False):
-            nn.init.zeros_(parameter)
-
-
-def load_critic(path, mesh, dtype, gradient_checkpointing=False, torch_compile=False, sequence_group=None):
-    """Return a Critic from a folder or hub id. A head that the folder lacks starts at 0.
-
-    transformers' class for token classification reads its checkpoints as well, if the family has one.
-    """
-    label = f"critic_model={path}"
-
-    def read():
-        with reading(f"{label}: its config"):                    # a run without a critic saves none
-            config = AutoConfig.from_pretrained(path, num_labels=1)
-        hf = read_model(label, model_class(config), path, config, has_head=False)
-        hf.score = read_model(label, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
-        return Critic(hf)
-
-    critic = on_all_ranks(label, read, sequence_group)
-    return shard(critic, mesh, dtype, gradient_checkpointing, torch_compile)
 
 
 def on_all_ranks(label, read, sequence_group):
@@ -576,11 +691,7 @@ def by_transformers(network, sequences):
     critic's hidden states, [C, H], of all tokens except the first of each."""
     # No token sees what follows it, so a short sequence may be repeated up to the others' length.
     rows = torch.tensor(np.stack([np.resize(ids, 14) for ids in sequences])).long()
-    if isinstance(network, Critic):                                     # its new head would return 0
-        values = network.decoder(input_ids=rows, use_cache=False).last_hidden_state
-    else:
-        logits = network.hf(input_ids=rows, use_cache=False).logits[:, :-1]
-        values = logits.float().log_softmax(-1).gather(2, rows[:, 1:, None])[:, :, 0]
+    values = network.by_transformers(rows)
     return torch.cat([row[:len(ids) - 1] for row, ids in zip(values, sequences)])
 
 
@@ -590,9 +701,5 @@ def by_rows(network, sequences, packed):
                 for ids in sequences]
     values = {}
     for batch in pack(rollouts, range(len(rollouts)), 64, packed):
-        if isinstance(network, Critic):
-            batch.put(network.hidden_states(batch), values)
-        else:
-            logp, _ = network(batch, 1.0)
-            batch.put(logp, values)
+        batch.put(network.by_training(batch), values)
     return torch.cat([values[s] for s in range(len(rollouts))])

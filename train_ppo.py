@@ -28,8 +28,9 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from model import (deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
-                   micro_batches, open_folders, set_rates, token_logprobs, token_values)
+from model import (deal_to_ranks, load_policy, load_reference, make_optimizer, micro_batches, open_folders,
+                   set_rates, token_logprobs)
+from options.critic import load_critic, token_values
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import model
-from runtime.logprobs import LOGITS, head_logits
+from model import LOGITS, head_logits
 
 
 @torch.compile(dynamic=True)
@@ -32,7 +32,7 @@ def gradient(logits, targets, lse, d_logp):
 
 
 class CompiledLogprobs(torch.autograd.Function):
-    """logprobs.LogprobsFromHidden for a head without bias, scale, softcap and kept sets, and an entropy without gradient."""
+    """model.LogprobsFromHidden for a head without bias, scale, softcap and kept sets, and an entropy without gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, *scale_softcap_and_kept):

@@ -1,6 +1,8 @@
 """
 What the figures of a run say about its health, in words for the console and for report.py's page.
 
+A run opens this file once it is long enough for a rule, or if its first scores are all the same.
+
 A rule compares the mean of a metric over WINDOW steps with a limit. These are rules of thumb: a healthy run
 may break one, and a run that breaks none may still learn the wrong thing.
 """

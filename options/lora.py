@@ -6,8 +6,6 @@ Only A [rank, in] and B [out, rank] are trained, so gradients, moments and maste
     merge              computes W + scale * B A, with which both trainer and engine compute
     Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
     WithoutAdapters    is the policy without its adapters: a reference model that takes no memory
-    spread_masters     is for runs without adapters: it moves weights that bfloat16 rounds, so that small
-                       steps are not lost
 
 Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
 not add x A' B' to x W', as PEFT does.
@@ -25,22 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from configurator import InputError, reading
-from runtime.logprobs import product
+from model import even_offsets, product
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 # The files of an adapter's folder, as PEFT names them, and how it begins the names of tensors
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-
-
-def even_offsets(weight):
-    """Return an int16 for each place of a weight, always the same, spread evenly over rows and columns."""
-    def along(count, step):
-        return (torch.arange(count, device=weight.device) * step).to(torch.int16)   # drops the higher bits
-
-    columns = weight.numel() // max(len(weight), 1)
-    return (along(len(weight), 49471)[:, None] + along(columns, 37345)).view(weight.shape)
 
 
 def merge(weight, A, B, scale):
@@ -184,23 +173,6 @@ def adapt(policy, layers, rank, seed, folder=None):
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
         print(f"lora_rank={rank}: adapters in {len(adapted)} layers ({kinds}); everything else is frozen",
               file=sys.stderr)
-
-
-@torch.no_grad()
-def spread_masters(parameters):
-    """Move float32 weights, in place, off the grid of bfloat16 without changing what they are rounded to.
-
-    On the grid, an optimizer step that is much smaller than the grid's would change no rounded weight, and
-    neither trainer nor engine would compute anything new. Once the weights are spread over the intervals that
-    are rounded to the same bfloat16, a step of a third of the grid's takes a third of them to the next
-    bfloat16. Zeros stay as they are, and so do parameters that are not on the grid, such as those of a run's
-    checkpoint.
-    """
-    for parameter in parameters:
-        bits = parameter.view(torch.int32)
-        if not (bits & 0xffff).any():
-            # Exactly half a step might be rounded to the next bfloat16.
-            bits.add_(torch.where(parameter == 0, 0, even_offsets(parameter).clamp_(min=1 - 2 ** 15)))
 
 
 # ---------------------------------------------------------------- folders

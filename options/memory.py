@@ -1,6 +1,8 @@
 """
 A forecast of the memory that a run takes, from its settings and its models' configs.
 
+A run on a CPU that is small for its host does not open this file (may_not_fit of runtime/run.py).
+
     forecast        the bytes of a rank, at its peaks while it samples and while it updates
     forecast_note   the forecast as a line of text for the console
 """
@@ -71,7 +73,7 @@ def forecast(s, ranks, memory, cuda):
     if s.gradient_checkpointing:
         recomputed = activations / m.depth
         activations = b * m.H * m.depth
-    # Two chunks of logits (logprobs.LOGITS), or two gradients of the head.
+    # Two chunks of logits (model.LOGITS), or two gradients of the head.
     logits = 8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T)
     if not s.lora_rank:
         logits = max(logits, 8 * head)

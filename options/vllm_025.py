@@ -3,7 +3,7 @@ What only version 0.25 of vLLM needs. To be removed together with it.
 """
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from runtime.logprobs import head_logits
+from model import head_logits
 
 
 def compute_logits_in_float32(llm):

@@ -29,11 +29,12 @@ from configurator import InputError, source_of, specs
 from runtime import checkpoint, distributed
 
 ROOT = Path(__file__).resolve().parents[1]
+FIRST_STEPS = 3                 # after these a run says whether all its scores are the same
+FIRST_RULES = 9                 # with fewer steps no rule of options/health.py can be broken
 LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/
 # It can be applied, whatever the user has set for git.
 DIFF = ("diff --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ --submodule=short -U3 "
         "HEAD -- .").split()
-FIRST_STEPS = 3                 # after these a run says if all their scores are the same
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 # token_loss comes from train_sft.py. What the other scripts log as loss is only in metrics.jsonl.
 CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
@@ -407,8 +408,7 @@ class RunLog:
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         texts = [f"{key} {value:.3f}" for key, value in figures.items()]
         self.say("  ".join([f"step {step:3d}", *texts[:3]]))
-        # The rules compare means over several steps, so no rule has anything to say about the first ones.
-        if len(self.history) > 8:
+        if len(self.history) >= FIRST_RULES:
             from options.health import news
             for text in news(self.history, self.settings, self.reported):
                 self.say(text)

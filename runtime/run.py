@@ -103,21 +103,23 @@ def read_state(resumed, state, settings, script):
     return loaded, arrays
 
 
-def may_not_fit(folder):
+def may_not_fit(folder, settings):
     """Return whether a run with the model in a folder may need more memory than there is, by a rough count.
 
-    On a GPU it may, and for a kind of model whose parameters this does not count. On a CPU a rank takes up to
-    32 bytes per parameter: 16 for weight, gradient and Adam's moments, and as much again for activations.
+    On a GPU it may, and for a kind of model that this cannot count. On a CPU a rank has 16 bytes
+    per parameter for weight, gradient and Adam's moments, and activations of each token of a micro-batch.
     """
     config = read_config(folder).get_text_config()
-    V, H, inside, layers = (getattr(config, key, None) for key in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
+    keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
+    V, H, inside, layers = (getattr(config, key, None) for key in keys)
     experts = any("expert" in key for key in vars(config))
     if torch.cuda.is_available() or experts or None in (V, H, inside, layers):
         return True
     parameters = V * H + layers * H * (4 * H + 3 * inside)
+    networks = 1 + hasattr(settings, "critic_model")
+    size = networks * parameters * (16 + 10 * settings.token_budget / H)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 32 * parameters * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > host
+    return size > host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2
 
 
 def locate(settings, script):
@@ -221,7 +223,7 @@ class Run:
                                            "the chat template has changed")
         self.state["checksums"] |= checksums
         self.notes = [printable(note), folders.note]
-        if may_not_fit(folders.policy):
+        if may_not_fit(folders.policy, self.settings):
             from options.memory import forecast_note
             self.notes.append(forecast_note(self.settings, self.world_size))
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")

@@ -574,7 +574,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
 
 # A third network, which learns the score from the prompt and what has been said.
 THIRD = [
-    ("from model import (", "from model import (load_critic, "),
+    ("from model import (", "from options.critic import load_critic\nfrom model import ("),
     ("log = run.begin(policy, optimizer, rollout_engine)", '''
 baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else folders.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)

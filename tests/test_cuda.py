@@ -11,9 +11,8 @@ import attention
 import hf_engine
 import vllm_engine
 from attention import packed_attention
-from model import load_policy
+from model import load_policy, product
 from packing import Segments, micro_batch, pack
-from runtime.logprobs import product
 from runs import requests, shut_down, split
 from test_packing import episode
 from weights import engine_weights

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 import runs
-from model import load_critic, load_policy, micro_batches
+from model import load_policy, micro_batches
+from options.critic import load_critic
 from runs import change_state, lines, on_ranks, without_times
 from test_lora import some_rollouts
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from model import load_critic, load_policy, micro_batches
+from model import load_policy, micro_batches
+from options.critic import load_critic
 from rollout import Rollout
 from runs import forked, on_ranks, refused
 from options import memory

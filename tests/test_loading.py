@@ -18,7 +18,8 @@ import attention
 from data import encode_rows
 from bench.models import FAMILIES, make
 from runtime.checkpoint import load_optimizer, save_checkpoint
-from model import Policy, load_critic, load_policy, token_logprobs, token_values
+from model import Policy, load_policy, token_logprobs
+from options.critic import load_critic, token_values
 from packing import pack
 from rollout import load_engine
 from runtime.model_folder import check_model, check_trainable, load_tokenizer, model_class

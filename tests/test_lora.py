@@ -13,10 +13,11 @@ from options import lora
 import rollout
 import runs
 from bench.models import make
-from model import Policy, load_critic, load_policy, micro_batches, token_logprobs
+from model import (LogprobsFromHidden, Policy, even_offsets, load_policy, micro_batches, spread_masters,
+                   token_logprobs)
+from options.critic import load_critic
 from runs import ROOT, forked, load_rows, on_ranks, requests, shut_down, without_times
 from runtime.model_folder import SHIPPED
-from runtime.logprobs import LogprobsFromHidden
 from test_packing import episode, random_parts
 from test_rollout import ENGINES
 from weights import engine_weights
@@ -133,12 +134,12 @@ def test_a_merged_weight_is_one_of_the_two_next_to_the_sum():
 
 
 def test_the_spread_is_even_over_rows_columns_and_blocks():
-    found = lora.even_offsets(torch.empty(300, 400)).double() / 2 ** 16
+    found = even_offsets(torch.empty(300, 400)).double() / 2 ** 16
     for part in (found, found[7], found[:, 9], found[40:60, 100:120]):
         assert part.mean().abs() < 0.02 and part.std() == pytest.approx(12 ** -0.5, rel=0.05)
         counts = part.flatten().histc(10, -0.5, 0.5) / part.numel()
         assert (counts - 0.1).abs().max() < 0.04
-    assert lora.even_offsets(torch.empty(3, 4, 5)).shape == (3, 4, 5)
+    assert even_offsets(torch.empty(3, 4, 5)).shape == (3, 4, 5)
 
 
 # ---------------------------------------------------------------- trainer and engine
@@ -415,15 +416,15 @@ def test_master_weights_between_the_steps_of_bfloat16_round_to_the_same():
     weight = weight_and_adapter(1.0)[0]
     weight[3], weight[4, :3] = 0, torch.tensor([1.0, -2.0 ** -100, 3.0e38])
     master = weight.float()
-    lora.spread_masters([master])
+    spread_masters([master])
     assert torch.equal(master.bfloat16(), weight) and (master[3] == 0).all()
     places = (master.view(torch.int32) - weight.float().view(torch.int32))[5:].double() / 2 ** 16
     assert places.std() == pytest.approx(12 ** -0.5, rel=0.02) and places.mean().abs() < 1e-3
     again = master.clone()
-    lora.spread_masters([again])
+    spread_masters([again])
     assert torch.equal(again, master)
     other = torch.full((3, 5), 1 / 3)
-    lora.spread_masters([other])
+    spread_masters([other])
     assert (other == 1 / 3).all()
 
 
@@ -438,7 +439,7 @@ def test_all_of_a_small_step_reaches_the_rounded_weights(step):
         return ((moved * direction).mean() / step).item()
 
     master = weight.clone()
-    lora.spread_masters([master])
+    spread_masters([master])
     assert share(master) == pytest.approx(1, abs=0.05) and share(weight) < 0.5
 
 

@@ -16,9 +16,9 @@ import losses
 import model
 from losses import value_loss
 from runs import split
-from runtime import logprobs
-from runtime.logprobs import LogprobsFromHidden, head_logits, product
-from model import Policy, load_critic, load_policy, make_optimizer, token_logprobs, token_values
+from model import (LogprobsFromHidden, Policy, head_logits, load_policy, make_optimizer, product,
+                   token_logprobs)
+from options.critic import load_critic, token_values
 from packing import micro_batch, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
@@ -217,7 +217,7 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
 @pytest.mark.parametrize("scale, softcap", [(1.0, 0.0), (0.25, 0.0), (3.0, 2.0)])
 @pytest.mark.parametrize("restricted", [False, True])
 def test_logprobs_from_hidden(monkeypatch, bias, chunk, through, scale, softcap, restricted):
-    monkeypatch.setattr(logprobs, "LOGITS", {"cpu": chunk * 37})
+    monkeypatch.setattr(model, "LOGITS", {"cpu": chunk * 37})
     C, H, V, temperature = 10, 8, 37, 0.7
     inputs = [torch.randn(C, H), torch.randn(V, H)] + ([torch.randn(V)] if bias else [])
     targets, d_logp, d_entropy = torch.randint(V, (C,)), torch.randn(C), torch.randn(C)
@@ -274,7 +274,7 @@ def test_the_head_does_not_round_logits(bias):
 
 def test_gradients_of_a_bfloat16_head_are_summed_in_float32(monkeypatch):
     """Six hundred chunks of one token, each of which adds 2/3: in bfloat16 the sum stops before 300."""
-    monkeypatch.setattr(logprobs, "LOGITS", {"cpu": 3})
+    monkeypatch.setattr(model, "LOGITS", {"cpu": 3})
     hidden, *head = (x.bfloat16() for x in (torch.ones(600, 4), torch.zeros(3, 4), torch.zeros(3)))
     head = [x.requires_grad_() for x in head]
     logp, _ = LogprobsFromHidden.apply(hidden, *head, torch.zeros(600, dtype=torch.long), 1.0)

@@ -17,7 +17,7 @@ import data
 import rewards
 from options.episodes import EpisodeSampler
 from tiny import pretrain
-from model import load_critic
+from options.critic import load_critic
 from rollout import Rollout
 from options.reward_model import RewardModel
 from runs import forked, load_rows, refused

@@ -1,0 +1,82 @@
+"""
+PPO's critic: how it is loaded, and the values that it computes. train_ppo.py opens this file.
+
+    load_critic     a Critic under FSDP2, from any model, whose forward returns values
+    token_values    computes a critic's values of the sampled tokens of rollouts, without gradient
+"""
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from attention import join
+from model import Network, micro_batches, on_all_ranks, shard
+from runtime.model_folder import model_class, read_model, reading
+
+
+class Critic(Network):
+    """A transformer with a scalar head whose forward returns the value of the state before each token."""
+
+    @property
+    def head(self):
+        return self.hf.score
+
+    def forward(self, batch):
+        """MicroBatch -> values [C]. Entry c is read one token before c, so it does not see c.
+
+        The head always computes in float32, because bfloat16 has only three digits for a value.
+        """
+        hidden = self.hidden_states(batch).float()
+        values = hidden @ self.head.weight[0].float() + self.head.bias.float()
+        if batch.cut:
+            return join(values, batch.cut)
+        return values
+
+    def by_transformers(self, sequences):
+        """Return the decoder's hidden states of sequences [S, L] by transformers, [S, L, H]. A new head would
+        return 0 for any of them."""
+        return self.decoder(input_ids=sequences, use_cache=False).last_hidden_state
+
+    def by_training(self, batch):
+        """Return the same where the sampled tokens of a MicroBatch are predicted, [C, H]."""
+        return self.hidden_states(batch)
+
+
+class ValueHead(PreTrainedModel):
+    """The head of a critic, to be read from a folder. If the folder has no such head, its weights are 0."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+        self.post_init()
+
+    def _init_weights(self, module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+
+
+def load_critic(path, mesh, dtype, gradient_checkpointing=False, torch_compile=False, sequence_group=None):
+    """Return a Critic from a folder or hub id. A head that the folder lacks starts at 0.
+
+    transformers' class for token classification reads its checkpoints as well, if the family has one.
+    """
+    label = f"critic_model={path}"
+
+    def read():
+        with reading(f"{label}: its config"):                    # a run without a critic saves none
+            config = AutoConfig.from_pretrained(path, num_labels=1)
+        hf = read_model(label, model_class(config), path, config, has_head=False)
+        hf.score = read_model(label, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
+        return Critic(hf)
+
+    critic = on_all_ranks(label, read, sequence_group)
+    return shard(critic, mesh, dtype, gradient_checkpointing, torch_compile)
+
+
+@torch.no_grad()
+def token_values(critic, rollouts, chosen, token_budget):
+    """Return a critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
+    values = {}
+    for batch in micro_batches(critic, rollouts, chosen, token_budget):
+        batch.put(critic(batch), values)
+    critic.reshard()
+    return values

@@ -112,7 +112,7 @@ def may_not_fit(folder, settings):
     config = read_config(folder).get_text_config()
     keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
     V, H, inside, layers = (getattr(config, key, None) for key in keys)
-    experts = any("expert" in key for key in vars(config))
+    experts = any(key.startswith("num_") and "expert" in key for key in vars(config))
     if torch.cuda.is_available() or experts or None in (V, H, inside, layers):
         return True
     parameters = V * H + layers * H * (4 * H + 3 * inside)

@@ -458,23 +458,23 @@ def token_rewards(scores, rewards, kl, kl_coef, lengths):
     return -kl_coef * kl + added
 
 
-def with_later_rows(rewards, row_lengths):
-    """Return rewards [C] in which the last token of a row also has the rewards of its episode's later rows.
+def with_later_sequences(rewards, lengths_of_sequences):
+    """Return rewards [C] in which a sequence's last token also has what its episode's later sequences earn.
 
-    An agent's episode may consist of several rows, which are sequences of tokens, and gae reads each row by
-    itself. The score of the episode most often belongs to the last row, but the earlier rows led to it as
-    well. row_lengths: for each episode a list with the number of tokens of each row; together they sum to C.
-    With one row per episode nothing changes. NaN stays NaN.
-    Example: rewards [1, 0, 2, 0, 5], row_lengths [[2, 1, 1], [1]] -> [1, 2, 2, 0, 5].
+    An agent's episode may consist of several sequences of tokens, and gae reads each of them by itself. The
+    score of the episode most often belongs to the last sequence, but the earlier ones led to it as well.
+    lengths_of_sequences: for each episode a list with the number of sampled tokens of each sequence; together
+    they sum to C. With one sequence per episode nothing changes. NaN stays NaN.
+    Example: rewards [1, 0, 2, 0, 5], lengths_of_sequences [[2, 1, 1], [1]] -> [1, 2, 2, 0, 5].
     """
     added = torch.zeros_like(rewards)
-    row_end = 0
-    for lengths in row_lengths:
-        episode_end = row_end + sum(lengths)
+    sequence_end = 0
+    for lengths in lengths_of_sequences:
+        episode_end = sequence_end + sum(lengths)
         for length in lengths[:-1]:
-            row_end += length
-            added[row_end - 1] = rewards[row_end:episode_end].sum()
-        row_end = episode_end
+            sequence_end += length
+            added[sequence_end - 1] = rewards[sequence_end:episode_end].sum()
+        sequence_end = episode_end
     return rewards + added
 
 

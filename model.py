@@ -697,7 +697,7 @@ def by_transformers(network, sequences):
 
 def by_rows(network, sequences, packed):
     """Return the same as by_transformers, but computed as in training. packed: see packing.pack."""
-    rollouts = [SimpleNamespace(ids=ids, places=np.arange(1, len(ids)), row_starts=np.array([[0, 0, 1]]))
+    rollouts = [SimpleNamespace(ids=ids, places=np.arange(1, len(ids)), sequence_starts=np.array([[0, 0, 1]]))
                 for ids in sequences]
     values = {}
     for batch in pack(rollouts, range(len(rollouts)), 64, packed):

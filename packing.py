@@ -106,8 +106,8 @@ def sequences_of(rollouts, chosen):
     for s in chosen:
         r = rollouts[s]
         places = r.places
-        ends = [*r.row_starts[1:, 1].tolist(), len(places)]
-        for (start, first, _), end in zip(r.row_starts.tolist(), ends):
+        ends = [*r.sequence_starts[1:, 1].tolist(), len(places)]
+        for (start, first, _), end in zip(r.sequence_starts.tolist(), ends):
             sampled = places[first:end]
             sequences.append(Sequence(s, slice(first, end), len(places), r.ids[start:sampled[-1]],
                                       sampled - start - 1, r.ids[sampled]))
@@ -185,7 +185,7 @@ def largest_first(pieces, num_ranks):
 # ---------------------------------------------------------------- rows
 
 def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
-    """Pack rollouts[s] for s in chosen (anything with ids, places and row_starts) into few MicroBatches.
+    """Pack rollouts[s] for s in chosen (anything with ids, places and sequence_starts) into few MicroBatches.
 
     Each has at most token_budget tokens and KEYS * token_budget keys, plus padding that makes T a multiple of
     `multiple`. Only a sequence that is longer has more, alone. The targets are exactly the tokens inside the

@@ -47,9 +47,9 @@ class Rollout:
     """A prompt and what the policy generated: a sequence of tokens, and which of them it sampled.
 
     An agent's episode may consist of several sequences of tokens, each with a prompt of its own. ids, spans
-    and logprobs hold them one after the other, and row_starts says where each begins. The prompt in `row` and
-    the completion are those of the sequence with the most sampled tokens. All other fields describe the whole
-    episode.
+    and logprobs hold them one after the other, and sequence_starts says where each begins. The prompt in
+    `row` and the completion are those of the sequence with the most sampled tokens. All other fields
+    describe the whole episode.
     """
     ids: np.ndarray          # int32 [L]: the prompt, then sampled and inserted tokens in their order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
@@ -58,7 +58,7 @@ class Rollout:
     # int32 [R, 3], for each sequence: where it begins in ids, the index of its first sampled token among all
     # sampled tokens, and how many tokens its prompt has. A later sequence may repeat turns of an earlier one.
     # They stand after its prompt like inserted tokens, and not in spans.
-    row_starts: np.ndarray
+    sequence_starts: np.ndarray
     row: dict = None         # the row of the data set that it answers
     completion: object = ""  # the text after the prompt and before a stop string, or messages if the prompt
                              # consists of messages
@@ -73,7 +73,7 @@ class Rollout:
     extra: dict = field(default_factory=dict)   # {name: value} that a reward or an environment logged
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
                                  # on); a version is the number of steps that the weights were trained for
-    row_names: list = field(default_factory=list)   # with an agent: the models that its sequences asked for
+    sequence_names: list = field(default_factory=list)  # with an agent: the models that its sequences named
     begun: int = 0           # how many tokens before the first sampled one belong to the completion
 
     @classmethod
@@ -81,8 +81,8 @@ class Rollout:
         """Return the Rollout of one completion, given as lists."""
         ids = np.array([*prompt_ids, *completion_ids], np.int32)
         spans = np.array([[len(prompt_ids), len(ids)]], np.int32)
-        row_starts = np.array([[0, 0, len(prompt_ids)]], np.int32)
-        r = cls(ids, spans, np.array(logprobs, np.float32), finish_reason, row_starts, versions=versions)
+        sequence_starts = np.array([[0, 0, len(prompt_ids)]], np.int32)
+        r = cls(ids, spans, np.array(logprobs, np.float32), finish_reason, sequence_starts, versions=versions)
         if kept:
             r.keep(kept)
         return r
@@ -106,9 +106,9 @@ class Rollout:
         variant = copy.copy(self)
         variant.ids = np.array([*prompt_ids, *self.ids[length:]], np.int32)
         variant.spans = self.spans + shift
-        variant.row_starts = self.row_starts.copy()
-        variant.row_starts[0, 2] += shift
-        variant.row_starts[1:, 0] += shift
+        variant.sequence_starts = self.sequence_starts.copy()
+        variant.sequence_starts[0, 2] += shift
+        variant.sequence_starts[1:, 0] += shift
         return variant
 
     @property
@@ -136,15 +136,15 @@ class Rollout:
         return np.concatenate([np.arange(start, end) for start, end in self.spans])
 
     @property
-    def row_lengths(self):
+    def lengths_of_sequences(self):
         """How many sampled tokens each sequence has, as a list."""
-        return np.diff(self.row_starts[:, 1], append=len(self.logprobs)).tolist()
+        return np.diff(self.sequence_starts[:, 1], append=len(self.logprobs)).tolist()
 
     @property
     def longest_tail(self):
         """How many tokens follow the prompt in the sequence where the most do."""
-        lengths = np.diff(self.row_starts[:, 0], append=len(self.ids))
-        return max(lengths - self.row_starts[:, 2])
+        lengths = np.diff(self.sequence_starts[:, 0], append=len(self.ids))
+        return max(lengths - self.sequence_starts[:, 2])
 
     @property
     def sampled_ids(self):

@@ -208,10 +208,11 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     # The score of a single answer is the reward of its last token; turns and steps have their own.
     token_reward = losses.token_rewards(
         scores[my_share], [rollouts[s].rewards for s in my_share], kl, kl_coef, lens)   # [C]
-    # Each row of an agent's episode has a GAE of its own, which ends with what the later rows earn.
-    row_lens = [rollouts[s].row_lengths for s in my_share]
-    row_reward = losses.with_later_rows(token_reward, row_lens)                         # [C]
-    raw_adv, ret = losses.gae(row_reward, value, sum(row_lens, []), gamma=1.0, lam=lam)     # [C], [C]
+    # Each sequence of an agent's episode has a GAE of its own, which ends with what the later ones earn.
+    sequence_lens = [rollouts[s].lengths_of_sequences for s in my_share]
+    sequence_reward = losses.with_later_sequences(token_reward, sequence_lens)          # [C]
+    raw_adv, ret = losses.gae(                                                          # [C], [C]
+        sequence_reward, value, sum(sequence_lens, []), gamma=1.0, lam=lam)
     adv = losses.whiten(raw_adv, distributed.mean)                                      # [C]
     # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
     advs = dict(zip(my_share, adv.nan_to_num(0.0).split(lens)))                         # {s: [len]}

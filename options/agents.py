@@ -7,9 +7,9 @@ Agents: programs that play episodes by asking the policy, through an OpenAI-comp
 
 The process whose engine steps serves the endpoint in a thread and answers the requests of all episodes
 together; the key says which episode speaks. A request whose messages continue an earlier one of its episode,
-with the answer as it was returned, continues that row of tokens, where all that was sampled stays as it was.
-Any other request begins a row of its own. All rows are trained, except for those of the model "opponent",
-which is the policy as another sampler.
+with the answer as it was returned, continues that sequence of tokens, where all that was sampled stays as it
+was. Any other request begins a sequence of its own. All sequences are trained, except for those of the model
+"opponent", which is the policy as another sampler.
 
 Two threads meet in an AgentSession. The endpoint's thread puts requests into its `mail` and waits for their
 Futures. The thread that drives the engine takes them out one after the other and answers them.
@@ -96,13 +96,13 @@ class Question(NamedTuple):
 
 
 @dataclass
-class AgentRow:
-    """A row of tokens, from its prompt to one of the answers in it."""
+class AgentSequence:
+    """A sequence of tokens, from its prompt to one of the answers in it."""
     conversation: Conversation
     messages: list              # the messages of the prompt, the turns and the replies, as in for_template
     name: str                   # the model that its requests ask for; "opponent" is not trained
-    continues: object           # the AgentRow with which it begins, or None if it begins with its prompt
-    continued: bool = False     # whether a later row continues this one
+    continues: object           # the AgentSequence with which it begins, or None if it begins with its prompt
+    continued: bool = False     # whether a later sequence continues this one
     full: bool = False          # whether its last answer was cut off, or what should follow it had no room
     answer: object = None       # the Answer at its end, which _join takes
 
@@ -113,9 +113,9 @@ class AgentSession:
     episode      the episodes.Episode; the session sets its row, conversation, finish_reason and asking
     key          the key that the agent shows
     mail         Questions that are not answered, and at the end what user_code.outcome returned for the agent
-    longest      how many tokens may precede the first answer of a row
+    longest      how many tokens may precede the first answer of a sequence
     answers      how many answers were sampled, also those whose clients had left
-    rows         an AgentRow for each answered request
+    sequences    an AgentSequence for each answered request
     sampled      how many tokens were sampled, also those of the opponent
     refused      why the last refused request was refused
     score        what the agent returned, which rewards.Scorer reads
@@ -127,7 +127,7 @@ class AgentSession:
         self.mail = SimpleQueue()
         self.longest = max(episode.sampler.settings.max_prompt_length, len(episode.conversation.ids))
         self.answers = 0
-        self.rows = []
+        self.sequences = []
         self.sampled = 0
         self.refused = ""
         self.score = None
@@ -180,32 +180,33 @@ class AgentSession:
         try:
             body = json.loads(question.body)
             check_fields(body)
-            row = self._row_for(body)
+            sequence = self._sequence_for(body)
             self.episode.asking = question
-            # The number of the turn counts the answers in all rows, so that no two have the same seed.
-            answer = yield row.conversation.request(self.answers + 1)
+            # The number of the turn counts the answers in all sequences, so that no two have the same seed.
+            answer = yield sequence.conversation.request(self.answers + 1)
             self.episode.asking = None
             self.answers += 1
             # From this call on the client cannot take its request back. False says that it has done so.
             if not question.future.set_running_or_notify_cancel():
                 return None
-            message = self._add_answer(row, answer)
-            return response_with(self, row, message, answer.finish_reason, body.get("stream"))
+            message = self._add_answer(sequence, answer)
+            return response_with(self, sequence, message, answer.finish_reason, body.get("stream"))
         # An agent may send anything.
         except Exception as error:
             self.refused = shown(error)
             return refusal(400, self.refused)
 
-    def _row_for(self, body):
-        """Return an AgentRow of a request's messages, up to where the policy speaks.
+    def _sequence_for(self, body):
+        """Return an AgentSequence of a request's messages, up to where the policy speaks.
 
-        It continues an earlier row, or begins a new one. Raises ValueError if there is no room for an answer.
+        It continues an earlier sequence, or begins a new one. Raises ValueError if there is no room for an
+        answer.
         """
         first = self.episode.conversation.first
         template = template_for(self.episode.sampler, tools_of(body))
         messages = for_template(body["messages"])
         name = str(body.get("model") or "")
-        earlier = self._earlier_row(messages, template.tools, name)
+        earlier = self._earlier_sequence(messages, template.tools, name)
         if earlier:
             conversation = copy.copy(earlier.conversation)
             fits = conversation.add_reply(messages[len(earlier.messages):])
@@ -217,24 +218,25 @@ class AgentSession:
             if earlier:
                 earlier.full = True
             raise ValueError(f"the maximum context length is {self.longest} + {first.max_tokens} tokens")
-        return AgentRow(conversation, messages, name, earlier)
+        return AgentSequence(conversation, messages, name, earlier)
 
-    def _earlier_row(self, messages, tools, name):
-        """Return the longest row of this name that these messages continue, or None."""
+    def _earlier_sequence(self, messages, tools, name):
+        """Return the longest sequence of this name that these messages continue, or None."""
         earlier = None
         length = 0
-        # The newest row comes first. Most often it is the longest, and no other row has to be compared.
-        for row in reversed(self.rows):
-            if len(row.messages) >= length and row.messages == messages[:len(row.messages)] and (
-                    row.name == name and row.conversation.template.tools == tools):
-                earlier = row
-                length = len(row.messages)
+        # The newest sequence comes first. Most often it is the longest, and no other has to be compared.
+        for sequence in reversed(self.sequences):
+            known = sequence.messages
+            if len(known) >= length and known == messages[:len(known)] and (
+                    sequence.name == name and sequence.conversation.template.tools == tools):
+                earlier = sequence
+                length = len(known)
         return earlier
 
-    def _add_answer(self, row, answer):
-        """Append an answer to its row, keep the row, count the answer, and return it as a message."""
+    def _add_answer(self, sequence, answer):
+        """Append an answer to its sequence, keep that, count the answer, and return it as a message."""
         counts = self.episode.counts
-        conversation = row.conversation
+        conversation = sequence.conversation
         text, message, calls = self.episode.sampler.read_turn(conversation, answer)
         problems = [problem for _, problem in calls if problem]
         counts["calls"] += len(problems or calls)
@@ -244,57 +246,58 @@ class AgentSession:
         elif calls:
             message["tool_calls"] = [call for call, _ in calls]
         conversation.add_turn(answer, message)
-        row.answer = answer
-        row.full = answer.finish_reason == "length"
-        row.messages = row.messages + for_template([message])
-        self.rows.append(row)
-        if row.continues:
-            row.continues.continued = True
+        sequence.answer = answer
+        sequence.full = answer.finish_reason == "length"
+        sequence.messages = sequence.messages + for_template([message])
+        self.sequences.append(sequence)
+        if sequence.continues:
+            sequence.continues.continued = True
         self.sampled += len(answer.ids)
         return message
 
     def _join(self):
-        """Join all rows of the policy in the episode's conversation, in the order of their last answers.
+        """Join all sequences of the policy in the episode's conversation, in the order of their last answers.
 
-        The messages and the prompt are those of the row with the most sampled tokens. If several rows begin
-        with the same turns, these were sampled only once. They are turns of the first of these rows, and
-        inserted tokens of the others. The episode was cut off if any of the rows was.
+        The messages and the prompt are those of the sequence with the most sampled tokens. If several begin
+        with the same turns, these were sampled only once. They are turns of the first of these, and
+        inserted tokens of the others. The episode was cut off if any of the sequences was.
         """
         episode = self.episode
         episode.finish_reason = "stop"
         longest = episode.conversation          # nothing was sampled in it
         joined = Conversation(longest.first._replace(ids=[]))
-        joined.row_starts = []
-        for last in self.rows:
+        joined.sequence_starts = []
+        for last in self.sequences:
             if last.name == "opponent" or last.continued:
                 continue
             conversation = last.conversation
-            joined.row_names.append(last.name)
-            joined.row_starts.append((len(joined.ids), len(joined.logprobs), len(conversation.first.ids)))
+            joined.sequence_names.append(last.name)
+            joined.sequence_starts.append(
+                (len(joined.ids), len(joined.logprobs), len(conversation.first.ids)))
             if last.full:
                 episode.finish_reason = "length"
             if len(conversation.logprobs) > len(longest.logprobs):
                 longest = conversation
                 episode.row = episode.row | {"prompt": last.messages[:-len(conversation.messages)]}
             turns = []
-            row = last
-            while row and row.answer:
-                turns.insert(0, (row.conversation.spans[-1], row.answer))
-                row.answer = None
-                row = row.continues
+            sequence = last
+            while sequence and sequence.answer:
+                turns.insert(0, (sequence.conversation.spans[-1], sequence.answer))
+                sequence.answer = None
+                sequence = sequence.continues
             end = 0
             for (start, next_end), answer in turns:
                 joined.ids = joined.ids + conversation.ids[end:start]
                 joined.add_turn(answer, {})
                 end = next_end
         joined.messages = longest.messages
-        episode.counts |= {"requests": len(self.rows), "rows": len(joined.row_starts),
+        episode.counts |= {"requests": len(self.sequences), "rows": len(joined.sequence_starts),
                            "untrained_tokens": self.sampled - len(joined.logprobs)}
         if joined.spans:
             episode.conversation = joined
 
 
-def response_with(session, row, message, finish_reason, stream):
+def response_with(session, sequence, message, finish_reason, stream):
     """Return the response with an answer, in a single chunk if it is to be streamed."""
     calls = []
     turn_calls = message.get("tool_calls", [])
@@ -303,9 +306,9 @@ def response_with(session, row, message, finish_reason, stream):
         number = session.episode.counts["calls"] - len(turn_calls) + i      # in the whole episode
         arguments = json.dumps(call["function"]["arguments"])
         calls.append({"index": i} | tool_call(number, call["function"]["name"], arguments))
-    start, end = row.conversation.spans[-1]
+    start, end = sequence.conversation.spans[-1]
     completion = {
-        "id": f"chatcmpl-{len(session.rows)}", "created": 0, "model": "policy",
+        "id": f"chatcmpl-{len(session.sequences)}", "created": 0, "model": "policy",
         "object": "chat.completion.chunk" if stream else "chat.completion",
         "choices": [{"index": 0, "finish_reason": finish_reason,
                      "delta" if stream else "message": message | {"tool_calls": calls}}],

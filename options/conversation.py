@@ -24,8 +24,9 @@ class Conversation:
     logprobs    the engine's logprob of each sampled token
     kept        for each sampled token the ids that it was drawn from, as in rollout.Answer
     versions    {index of a sampled token: the version of the weights that sampled from there on}
-    row_starts  as in rollout.Rollout; a conversation is one row, until an AgentSession joins several
-    row_names   as in rollout.Rollout
+    sequence_starts  as in rollout.Rollout; a conversation is one sequence, until an AgentSession joins
+                     several
+    sequence_names   as in rollout.Rollout
 
     A method puts a new list into the place of an old one and changes none. So a copy.copy() of a conversation
     can go on in another way, and leaves the original as it is.
@@ -41,8 +42,8 @@ class Conversation:
         self.logprobs = []
         self.kept = []
         self.versions = {}
-        self.row_starts = [(0, 0, len(first.ids))]
-        self.row_names = []
+        self.sequence_starts = [(0, 0, len(first.ids))]
+        self.sequence_names = []
 
     def request(self, turn):
         """Return the Request for the next turn, which may take all tokens that are left.

@@ -243,10 +243,10 @@ class Episode:
             completion = completion[0]["content"]
         rollout = Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
                           np.array(conversation.logprobs, np.float32), self.finish_reason,
-                          np.array(conversation.row_starts, np.int32), self.row, completion,
+                          np.array(conversation.sequence_starts, np.int32), self.row, completion,
                           rewards=self.rewards if self.sampler.reward_part else {}, counts=self.counts,
                           extra=self.extra, versions=tuple(conversation.versions.items()),
-                          row_names=conversation.row_names)
+                          sequence_names=conversation.sequence_names)
         if conversation.kept:
             rollout.keep(conversation.kept)
         return rollout

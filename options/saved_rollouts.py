@@ -14,6 +14,8 @@ from runtime.checkpoint import json_text
 # and the tuples of versions. The row and the completion hold the user's data, where a change is accepted.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
 
+RENAMED = {"row_starts": "sequence_starts", "row_names": "sequence_names"}      # {the older name: the newer}
+
 
 def as_arrays(rollouts):
     """Return Rollouts as {name: array}, for a checkpoint.
@@ -41,8 +43,8 @@ def as_arrays(rollouts):
 def from_arrays(arrays):
     """Return the Rollouts of which as_arrays made these arrays. Without arrays there are none.
 
-    Raises InputError if an older version of this code made them, which wrote no "records". Its row_starts had
-    another form, or were missing.
+    Raises InputError if an older version of this code made them, which wrote no "records". Its rollouts had
+    other fields.
     """
     if not arrays:
         return []
@@ -52,12 +54,13 @@ def from_arrays(arrays):
     rollouts = []
     for record in json.loads(arrays["records"].tobytes()):
         r = Rollout.__new__(Rollout)        # its __init__ would refuse fields that you have added
-        vars(r).update(record)
+        for key, value in record.items():
+            setattr(r, RENAMED.get(key, key), value)
         r.rewards = {int(token): reward for token, reward in r.rewards.items()}
         r.versions = tuple(map(tuple, r.versions))
         rollouts.append(r)
     for name, array in arrays.items():
         if name != "records":
             i, key = name.split(".")
-            setattr(rollouts[int(i)], key, array[()])       # [()]: a number is an array without dimensions
+            setattr(rollouts[int(i)], RENAMED.get(key, key), array[()])     # [()] makes a number
     return rollouts

@@ -28,8 +28,8 @@ from options import agents
 import runs
 from options.episodes import OpenEpisodes
 from options.placement import staleness
+from options.saved_rollouts import as_arrays, from_arrays
 from rewards import load_scorer
-from rollout import as_arrays, from_arrays
 from runtime.metrics import rollout_metrics
 from runs import begin, finish, jobs, kept_rollouts, lines, refused, requests, with_defaults, without_times
 from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,  # noqa: F401
@@ -167,8 +167,8 @@ def test_a_call_that_cannot_be_made_is_text(write):
 
 def rows_of(r):
     """For each row of a rollout its ids, its spans in them, and its logprobs."""
-    ends = [*r.row_starts[1:].tolist(), [len(r.ids), len(r.logprobs), 0]]
-    for (start, first, _), (end, last, _) in zip(r.row_starts.tolist(), ends):
+    ends = [*r.sequence_starts[1:].tolist(), [len(r.ids), len(r.logprobs), 0]]
+    for (start, first, _), (end, last, _) in zip(r.sequence_starts.tolist(), ends):
         own = [span for span in r.spans if start <= span[0] < end]
         yield r.ids[start:end], [tuple(span - start) for span in own], r.logprobs[first:last]
 
@@ -231,12 +231,12 @@ def test_rows_come_in_the_order_of_their_last_answers(write):
     """)
     (r,) = played(player(agent), [[f"{text}<|end|>" for text in ("a", "bb", "c", "dd", "eeeee", "f")]])
     assert texts_of(r) == [["c<|end|>"], ["a<|end|>", "dd<|end|>"], ["bb<|end|>", "eeeee<|end|>"], ["f<|end|>"]]
-    assert r.counts["rows"] == 4 and r.counts["untrained_tokens"] == 0 and r.row_lengths == [2, 5, 9, 2]
+    assert r.counts["rows"] == 4 and r.counts["untrained_tokens"] == 0 and r.lengths_of_sequences == [2, 5, 9, 2]
     assert [m["content"] for m in r.completion] == ["a", "l", "bb", "again", "eeeee"]       # of the longest row
     assert r.rewards == {len(r.logprobs) - 1: 1.0}
     # The tail of a row counts turns that an earlier row has as well.
     prompts = [len(TOKENIZER(f"<|user|>{text}<|end|><|assistant|>").input_ids) for text in ("aside", *["Go."] * 3)]
-    assert r.row_starts[:, 2].tolist() == prompts
+    assert r.sequence_starts[:, 2].tolist() == prompts
     tails = [len(ids) - prompt for (ids, _, _), prompt in zip(rows_of(r), prompts)]
     assert r.longest_tail == max(tails) == tails[2] == len(TOKENIZER(
         "a<|end|><|user|>l<|end|><|assistant|>bb<|end|><|user|>again<|end|><|assistant|>eeeee<|end|>").input_ids)
@@ -264,7 +264,7 @@ def test_versions_of_rows_are_those_of_their_tokens(write):
                     for answer in super().step()]
 
     (r,) = player(agent).play_jobs(Ages(["a<|end|>", "bb<|end|>", "c<|end|>"]), jobs(prompts_for([{}]), 1, [0], 5000, 1.0))
-    assert r.row_starts[:, 1].tolist() == [0, 5]
+    assert r.sequence_starts[:, 1].tolist() == [0, 5]
     assert r.versions == ((0, 1), (1, 11), (2, 2), (3, 12), (5, 3), (6, 13))
     assert staleness([r], 20) == {"async/staleness/max": 19, "async/staleness/mean": pytest.approx(
         (19 + 9 + 18 + 8 + 8 + 17 + 7) / 7)}
@@ -285,7 +285,7 @@ def test_another_history_begins_another_row(write):
     assert [m["content"] for m in r.completion] == ["the longest of all"] and r.counts["rows"] == 4
     assert r.counts["untrained_tokens"] == 0 and math.isnan(r.score) and r.parts == {}
     as_saved = from_arrays(as_arrays([r]))[0]
-    assert np.array_equal(as_saved.row_starts, r.row_starts) and texts_of(as_saved) == texts_of(r)
+    assert np.array_equal(as_saved.sequence_starts, r.sequence_starts) and texts_of(as_saved) == texts_of(r)
 
 
 def test_a_refused_continuation_did_not_happen(write):
@@ -356,9 +356,9 @@ def test_a_row_has_the_name_that_its_requests_ask_for(write):
     texts = ["1<|end|>", "1<|end|>", "2<|end|>", "3<|end|>"]
     for order, expected in (("AB", [("A", 2), ("B", 2)]), ("BA", [("B", 1), ("A", 2)])):
         (r,) = played(player(agent), [texts], [{"order": order}])
-        assert [*zip(r.row_names, (len(spans) for _, spans, _ in rows_of(r)))] == expected
+        assert [*zip(r.sequence_names, (len(spans) for _, spans, _ in rows_of(r)))] == expected
     (again,) = from_arrays(as_arrays([r]))
-    assert again.row_names == ["B", "A"]
+    assert again.sequence_names == ["B", "A"]
 
 
 def test_text_that_looks_like_control_tokens_is_text(write):
@@ -883,7 +883,7 @@ def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, writ
                        max_prompt_length=60, top_k=top_k, top_p=0.95 if top_k else 1.0)
     assert 2.2 < metrics[0]["episodes/rows"] < 4 and metrics[0]["episodes/untrained_tokens"] == 0
     episodes = kept_rollouts(tmp_path / "run", 0)
-    assert len({len(one["row_starts"]) for one in episodes}) > 1
+    assert len({len(one["sequence_starts"]) for one in episodes}) > 1
     assert metrics[0]["completions/trained_tokens"] == sum(one["length"] for one in episodes)
     model = AutoModelForCausalLM.from_pretrained(talker, dtype=torch.float64)
     scores = np.array([one["score"] for one in episodes]).reshape(-1, SMALL["num_generations"])
@@ -893,7 +893,7 @@ def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, writ
     loss = 0
     for one, advantage in zip(episodes, advantages):
         weight = 1 / tokens if aggregation == "token_mean" else 1 / one["length"] / len(episodes)
-        starts = [start for start, _, _ in one["row_starts"]]
+        starts = [start for start, _, _ in one["sequence_starts"]]
         sizes, kept = iter(one.get("kept_sizes", [])), iter(one.get("kept_ids", []))
         for start, end in zip(starts, [*starts[1:], len(one["ids"])]):
             logits = model(torch.tensor(one["ids"][start:end])[None]).logits[0] / 0.9
@@ -963,7 +963,7 @@ def test_ppo_pays_all_rows_with_the_score_of_the_episode(talker, tmp_path, whole
                        lam=0.72, agent=f"{folder}/branches.py:solve", **THREE | {"max_steps": 1})
     returns, scores = [], []
     for one in kept_rollouts(folder / "run", 0):
-        firsts = [first for _, first, _ in one["row_starts"]]
+        firsts = [first for _, first, _ in one["sequence_starts"]]
         for first, end in zip(firsts, [*firsts[1:], one["length"]]):
             returns += [one["score"] * 0.72 ** (end - 1 - token) for token in range(first, end)]
         scores.append(one["score"])
@@ -981,12 +981,12 @@ def test_dapo_shortens_by_the_longest_row(talker, tmp_path, write):
     shaped = []
     for one in kept_rollouts(tmp_path / "run", 0):
         places = [place for start, end in one["spans"] for place in range(start, end)]
-        ends = [start for start, _, _ in one["row_starts"][1:]] + [len(one["ids"])]
+        ends = [start for start, _, _ in one["sequence_starts"][1:]] + [len(one["ids"])]
         prompt = one["ids"][:places[0]]                         # that of all rows but the last
-        starts_after = [len(prompt)] * (len(ends) - 1) + [places[one["row_starts"][-1][1]] - ends[-2]]
+        starts_after = [len(prompt)] * (len(ends) - 1) + [places[one["sequence_starts"][-1][1]] - ends[-2]]
         longest = 0
-        for (start, first, length), end, after in zip(one["row_starts"], ends, starts_after):
-            assert length == after and (after < places[first] - start or first in (0, one["row_starts"][-1][1]))
+        for (start, first, length), end, after in zip(one["sequence_starts"], ends, starts_after):
+            assert length == after and (after < places[first] - start or first in (0, one["sequence_starts"][-1][1]))
             longest = max(longest, end - start - after)
         shaped.append(one["score"] + min(0, max(-1, (48 - 40 - longest) / 40)))
     assert metrics[0]["rewards/shaped/mean"] == pytest.approx(sum(shaped) / len(shaped), rel=1e-4)

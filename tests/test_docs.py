@@ -204,7 +204,7 @@ def test_the_experts_are_balanced(copy, experts):
     rollouts = [SimpleNamespace(**row) for row in runs.kept_rollouts(copy / "run", 0)]
     for r in rollouts:
         r.ids, r.places = np.array(r.ids), np.concatenate([np.arange(*span) for span in r.spans])
-        r.row_starts = np.array(r.row_starts)
+        r.sequence_starts = np.array(r.sequence_starts)
     total = sum(r.length for r in rollouts)
     network = Qwen3MoeForCausalLM.from_pretrained(experts, dtype=torch.float64, attn_implementation="eager",
                                                 experts_implementation="eager")

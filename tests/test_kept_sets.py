@@ -64,7 +64,7 @@ def test_behind_another_prompt_everything_else_stays(prompt):
         variant = r.behind(prompt)
         assert pickle.dumps(r) == before
         expected = rows_of_parts([prompt, *first[1:]], *others)
-        for key in ("ids", "spans", "row_starts", "places"):
+        for key in ("ids", "spans", "sequence_starts", "places"):
             assert np.array_equal(getattr(variant, key), getattr(expected, key)), key
             assert getattr(variant, key).dtype == getattr(r, key).dtype
         for batch in pack([variant], [0], 60):

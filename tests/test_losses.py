@@ -956,7 +956,7 @@ def test_each_row_of_an_episode_has_a_gae_that_ends_with_what_later_rows_earn(la
     kl, values = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
     rewards = losses.token_rewards(sums(paid), paid, kl, kl_coef, lengths)
     before = rewards.clone()
-    adv, ret = losses.gae(losses.with_later_rows(rewards, rows), values, sum(rows, []), 1.0, lam)
+    adv, ret = losses.gae(losses.with_later_sequences(rewards, rows), values, sum(rows, []), 1.0, lam)
     expected, c = [], 0
     for row, earned in zip(rows, paid):
         tokens = [earned.get(t, 0.0) - kl_coef * kl[c + t].item() for t in range(sum(row))]
@@ -972,10 +972,10 @@ def test_each_row_of_an_episode_has_a_gae_that_ends_with_what_later_rows_earn(la
     assert adv[:17].isfinite().all() and adv[17:].isnan().all()
     if lam == 1:                                                # every token's return is what follows it
         assert ret[0].item() == pytest.approx(2 - kl_coef * kl[:6].sum().item())
-    example = losses.with_later_rows(torch.tensor([1.0, 0, 2, 0, 5]), [[2, 1, 1], [1]])
+    example = losses.with_later_sequences(torch.tensor([1.0, 0, 2, 0, 5]), [[2, 1, 1], [1]])
     assert example.tolist() == [1, 2, 2, 0, 5]
-    assert torch.equal(losses.with_later_rows(kl, [[n] for n in lengths]), kl)
-    assert losses.with_later_rows(torch.zeros(0), []).tolist() == []
+    assert torch.equal(losses.with_later_sequences(kl, [[n] for n in lengths]), kl)
+    assert losses.with_later_sequences(torch.zeros(0), []).tolist() == []
 
 
 def test_gae_by_hand():

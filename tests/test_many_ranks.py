@@ -251,9 +251,9 @@ def gather_long_rollouts(idle=()):
 
 def bits(r):
     """All of a rollout in a form that compares by its bits and its types."""
-    arrays = [(array.dtype, array.shape, array.tobytes()) for array in (r.ids, r.spans, r.logprobs, r.row_starts)]
+    arrays = [(array.dtype, array.shape, array.tobytes()) for array in (r.ids, r.spans, r.logprobs, r.sequence_starts)]
     return arrays, struct.pack("d", r.score), repr({key: value for key, value in vars(r).items() if key not in
-                                                    ("ids", "spans", "logprobs", "row_starts", "score")})
+                                                    ("ids", "spans", "logprobs", "sequence_starts", "score")})
 
 
 @pytest.mark.parametrize("count, idle", [(2, ()), (4, ()), (2, (0,)), (4, (1, 3)), (2, (0, 1))])

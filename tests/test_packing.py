@@ -327,7 +327,7 @@ def test_rows_of_a_rollout_by_hand():
     """The second row of rollout 1 goes on where its first one was after 7 8, which it does not train again."""
     rollouts = [rows_of_parts([[5, 6], [4]]), rows_of_parts([[5, 6], [7, 8], [3], [2]], [[5, 6, 7, 8, 1], [9]])]
     r = rollouts[1]
-    assert r.row_starts.tolist() == [[0, 0, 2], [6, 3, 5]] and r.row_lengths == [3, 1]
+    assert r.sequence_starts.tolist() == [[0, 0, 2], [6, 3, 5]] and r.lengths_of_sequences == [3, 1]
     assert r.places.tolist() == [2, 3, 5, 11] and r.sampled_ids.tolist() == [7, 8, 2, 9]
     assert r.prompt_ids.tolist() == [5, 6] and r.longest_tail == 4
     (batch,) = pack(rollouts, [0, 1], 8)
@@ -386,7 +386,7 @@ def test_values_are_put_where_they_were_taken_from():
         batch.put(batch.mean(flat), means)
     for s, r in enumerate(rollouts):
         assert torch.equal(found[s], values[s])
-        expected = [part.mean().expand_as(part) for part in values[s].split(r.row_lengths)]
+        expected = [part.mean().expand_as(part) for part in values[s].split(r.lengths_of_sequences)]
         torch.testing.assert_close(means[s], torch.cat(expected))
 
 

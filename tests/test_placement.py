@@ -60,7 +60,7 @@ def whole(folder, reward_file, tmp_path_factory):
 def sampled_for(run, step):
     """The Rollouts of a step."""
     fields = Rollout.__dataclass_fields__
-    arrays = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32, "row_starts": np.int32}
+    arrays = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32, "sequence_starts": np.int32}
     return [Rollout(**{key: np.array(value, arrays[key]) if key in arrays else value
                        for key, value in row.items() if key in fields}
                     | {"versions": tuple(map(tuple, row["versions"])), "rewards": dict(row["rewards"])})
@@ -537,6 +537,18 @@ def test_rollouts_come_back_from_arrays(tmp_path):
             assert getattr(ours, key) == getattr(theirs, key)
     assert [r.rewards for r in found] == [{4: 0.1}, {0: 0.25}]
     assert from_arrays({}) == from_arrays(as_arrays([])) == []
+
+
+def test_rollouts_with_the_older_names_of_fields_come_back():
+    arrays = as_arrays([rollout_with(((0, 2),), 3)])
+    arrays["0.row_starts"] = arrays.pop("0.sequence_starts")
+    [record] = json.loads(arrays["records"].tobytes())
+    record["row_names"] = ["white"]
+    del record["sequence_names"]
+    arrays["records"] = np.frombuffer(json.dumps([record]).encode(), np.uint8)
+    [r] = from_arrays(arrays)
+    assert r.sequence_names == ["white"] and r.sequence_starts.tolist() == arrays["0.row_starts"].tolist()
+    assert not {"row_names", "row_starts"} & set(vars(r))
 
 
 def test_fields_of_your_own_come_back_as_they_were(tmp_path):

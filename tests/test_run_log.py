@@ -209,7 +209,7 @@ def test_all_rollouts_of_a_step_are_kept(mesh, tmp_path):
     table = pyarrow.parquet.read_table(folder)
     assert table["step"].to_pylist() == [7] * 3 + [8] * 3
     first, second, third = table.to_pylist()[3:]
-    assert first == {"step": 8, "ids": [1, 2, 0, 1], "spans": [[2, 4]], "row_starts": [[0, 0, 2]],
+    assert first == {"step": 8, "ids": [1, 2, 0, 1], "spans": [[2, 4]], "sequence_starts": [[0, 0, 2]],
                      "logprobs": [-1.0, -1.0], "score": 8.0, "parts": '{"right": 1.0, "short": 0.5}', "completion": "a"}
     assert second["spans"] == [[2, 5], [9, 12]] and len(second["ids"]) == 12 and len(second["logprobs"]) == 6
     assert json.loads(second["completion"]) == [talk[0] | {"day": "2026-05-01"}]

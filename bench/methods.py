@@ -54,6 +54,7 @@ METHODS = {
     "grpo": GRPO, "rloo": f"{GRPO} config/methods/rloo.py",
     "reinforce++": f"{GRPO} config/methods/reinforce_pp.py",
     "one_update": f"{GRPO} --num_mini_batches=1", "ppo": f"train_ppo.py {RECIPE}",
+    # `git apply recipes/dapo.diff` makes this script.
     "dapo": f"train_dapo.py {RECIPE} --max_num_gen_batches=2 --max_steps=40",
     "gspo": f"{GRPO} config/methods/gspo.py", "cispo": f"{GRPO} config/methods/cispo.py",
     "dr_grpo": f"{GRPO} config/methods/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}",

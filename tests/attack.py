@@ -35,12 +35,12 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from options.files import held_out
-from runs import ROOT, environment, free_port, run_in_child, start_forked, with_defaults
+from runs import DAPO, ROOT, environment, free_port, run_in_child, script_path, start_forked, with_defaults
 
 SECONDS = 60                    # that a case may take
 WORK = Path(tempfile.gettempdir()) / f"attack-{os.getpid()}"
 MODEL, JUDGE, ROWS, OWNED = WORK / "model", WORK / "judge", WORK / "rows.jsonl", WORK / "owned"
-GRPO, DAPO, PPO, ASYNC = "train_grpo.py", "train_dapo.py", "train_ppo.py", "train_async.py"
+GRPO, PPO, ASYNC = "train_grpo.py", "train_ppo.py", "train_async.py"
 SAMPLE = "evaluate_model.py"
 SMALL = {"model": MODEL, "out_dir": "{dir}/run", "reward": f"{WORK}/letters.py:score", "engine": "hf",
          "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 12, "train_prompts": 32,
@@ -949,17 +949,19 @@ class Trial:
         arguments = list(map(here, with_defaults(case.arguments, DEFAULTS[case.script])))
         env = {key: here(value) for key, value in case.env.items()}
         log, errors = folder / "log", folder / "errors"
+        script = script_path(case.script)
         if case.shell:
-            command = f"set -o pipefail; {shlex.join([sys.executable, case.script, *arguments])} {case.shell}"
+            command = f"set -o pipefail; {shlex.join([sys.executable, script, *arguments])} {case.shell}"
             with open(log, "ab") as stdout, open(errors, "ab") as stderr:
                 self.processes = [subprocess.Popen(
-                    ["bash", "-c", command], cwd=ROOT, stdout=stdout, stderr=stderr, env=os.environ | env,
+                    ["bash", "-c", command], cwd=ROOT, stdout=stdout, stderr=stderr,
+                    env=os.environ | {"PYTHONPATH": ROOT} | env,
                     start_new_session=True)]
         else:
             port = free_port()
             # As Python itself has it, the script's __file__ is absolute.
             self.processes = start_forked(run_in_child, [
-                (f"{ROOT}/{case.script}", arguments, log, environment(rank, case.ranks, port) | env, (), errors)
+                (os.path.join(ROOT, script), arguments, log, environment(rank, case.ranks, port) | env, (), errors)
                 for rank in range(case.ranks)], daemon=True)
         self.begun = time.monotonic()
 

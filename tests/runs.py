@@ -14,10 +14,12 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch.distributed as dist
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The text of each recipe, which is the lines at its head and a diff.
 RECIPES = {path.stem: path.read_text() for path in sorted(Path(ROOT, "recipes").glob("*.diff"))}
+DAPO = "train_dapo.py"          # a copy of train_grpo.py, which recipes/dapo.diff makes
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 # Modules of the repository are not among what it has imported: a script imports these itself, as under a
@@ -56,6 +59,19 @@ def start_forked(target, tuples, daemon=None):
     for process in processes:
         process.start()
     return processes
+
+
+@functools.cache
+def script_path(script):
+    """The path of a script from the root. train_dapo.py is made in a folder for temporary files."""
+    if script != DAPO:
+        return script
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    shutil.copy(os.path.join(ROOT, "train_grpo.py"), folder)
+    subprocess.run(["patch", "-p1", "--fuzz=0"], input=RECIPES["dapo"], cwd=folder, text=True, check=True,
+                   capture_output=True)
+    return os.path.join(folder, script)
 
 
 def load_rows(*arguments, **more):
@@ -211,7 +227,7 @@ def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None, keep=Fals
     """
     port = free_port()
     return start_forked(run_in_child, [
-        (script, arguments, log, environment(rank, ranks, port), forbidden, errors, keep, root)
+        (script_path(script), arguments, log, environment(rank, ranks, port), forbidden, errors, keep, root)
         for rank in range(ranks)])
 
 

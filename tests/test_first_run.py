@@ -74,7 +74,7 @@ def test_what_is_given_is_taken(stranger, folder, reward_file, tmp_path):
 
 def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
     for script in ("train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py", "train_sft.py"):
-        with open(script) as file:
+        with open(runs.script_path(script)) as file:
             text = file.read()
         for key, value in TINY_DEFAULTS.items():
             found = re.findall(rf"^{key} = (\S+)", text, re.M)

@@ -127,7 +127,7 @@ def test_tensorboard_shows_a_scalar(tmp_path):
 
 
 @pytest.mark.parametrize("script, given", [
-    ("train_grpo.py", {}), ("train_ppo.py", {}), ("train_dapo.py", {}), ("train_async.py", {}),
+    ("train_grpo.py", {}), ("train_ppo.py", {}), ("train_async.py", {}), ("train_sft.py", {}),
     ("evaluate_model.py", {}), ("tiny/pretrain.py", {}),
     ("train_grpo.py", {"GOMP_SPINCOUNT": "7"}), ("train_grpo.py", {"OMP_WAIT_POLICY": "PASSIVE"})])
 def test_openmp_is_set_before_pytorch_is_imported(script, given):

@@ -9,7 +9,7 @@ import pytest
 
 import config.conversation
 import config.shared
-from runs import ROOT
+from runs import ROOT, script_path
 
 OTHERS = ["train_dapo.py", "train_ppo.py", "train_async.py", "train_sft.py"]
 # Comments that differ because the method does.
@@ -27,7 +27,7 @@ SETTINGS = {"train_grpo.py": config.shared, **dict.fromkeys(OTHERS, config.share
 
 
 def source_of(script):
-    with open(os.path.join(ROOT, script)) as file:
+    with open(os.path.join(ROOT, script_path(script))) as file:
         return file.read()
 
 

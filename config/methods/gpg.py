@@ -1,6 +1,7 @@
-"""GPG (Chu et al. 2025, https://arxiv.org/abs/2504.02546). Run it with train_dapo.py. The loss is the plain
-policy gradient -A * logp with A = r - mean, without a ratio and without a KL term. Prompts whose completions
-all have the same score do not count in the denominator, which is the paper's factor alpha.
+"""GPG (Chu et al. 2025, https://arxiv.org/abs/2504.02546). Run it with train_dapo.py, which
+`git apply recipes/dapo.diff` makes. The loss is the plain policy gradient -A * logp with A = r - mean,
+without a ratio and without a KL term. Prompts whose completions all have the same score do not count in the
+denominator, which is the paper's factor alpha.
 
 TRL:  does not have it
 verl: adv_estimator=gpg, policy_loss.loss_mode=gpg (its factor counts the rewards that are not 0)

@@ -23,7 +23,7 @@ from packing import deal
 from runs import RECIPES, ROOT
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PAGES = ["README.md", "recipes/README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
+PAGES = ["README.md", "recipes/README.md", *sorted(glob.glob("docs/**/*.md", root_dir=ROOT, recursive=True))]
 TEXTS = {}
 for page in PAGES:
     with open(os.path.join(ROOT, page)) as file:
@@ -325,7 +325,7 @@ def test_links_lead_somewhere(page):
 
 def test_what_recipes_name_is_there():
     names = [name for text in RECIPES.values()
-             for name in re.findall(r"\b((?:docs|tests|bench)/\w+\.\w+)(?:#([\w-]+))?", text)]
+             for name in re.findall(r"\b((?:docs|tests|bench)/(?:measured/)?\w+\.\w+)(?:#([\w-]+))?", text)]
     assert len(names) > 10
     for path, heading in names:
         leads_somewhere(path, heading)

@@ -37,8 +37,10 @@ def test_it_trains_with_the_engine_that_the_docs_show(mine, tmp_path):
 
 
 def test_an_environment_plays_in_rounds(mine, tmp_path):
-    arguments = ["config/tasks/guess.py", f"--engine={mine}", "--max_steps=1"]
-    (first, _), _ = runs.train("train_grpo.py", tmp_path / "run", arguments, SMALL | {"max_completion_length": 64})
+    few = {"prompts_per_step": 2, "num_generations": 2, "eval_prompts": 1, "eval_samples": 1,
+           "max_completion_length": 40}
+    arguments = ["config/tasks/guess.py", f"--engine={mine}", "--max_steps=1", *runs.with_defaults([], few)]
+    (first, _), _ = runs.train("train_grpo.py", tmp_path / "run", arguments, SMALL)
     assert first["episodes/turns"] >= 1 and first["sampling/sampling_logp_difference/mean"] < 1e-4
 
 

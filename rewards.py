@@ -253,6 +253,9 @@ class Scorer:
         if self.by_number:
             number = number_of(r.completion)
             return "" if number is None else str(number)
+        if self.user_rewards and self.user_rewards.own_rows:
+            from options.user_rewards import answer_of
+            return answer_of(r.completion)
         from tasks.check_answer import final_answer
         return final_answer(content(r.completion))
 

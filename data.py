@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from configurator import InputError, is_of_library
-from tasks.generate_problems import generated_rows
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
@@ -55,6 +54,7 @@ def named_rows(s, split):
     difficulty = variant or "1"
     if difficulty not in map(str, range(1, 101)):
         raise InputError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
+    from tasks.generate_problems import generated_rows
     return generated_rows(task, split, count, seed, int(difficulty))
 
 

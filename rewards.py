@@ -160,16 +160,16 @@ class Scorer:
         self.sample = sample
         self.weights = part_weights(settings.reward_weights)    # {name of a part: weight}
         self.task_reward = TASK_REWARDS.get(settings.task.partition(":")[0], exact_accuracy)
-        self.by_number = False                  # whether the score compares numbers
         self.user_rewards = None                # a user_rewards.UserRewards, if there are rewards of yours
         self.sources = []
         reward_specs = specs(settings.reward)
-        if not reward_specs and needs_reward:
-            if isinstance(self.task_reward, str):
-                reward_specs = [self.task_reward]
-            else:
-                self.sources.append(partial(score_by_task, self.task_reward))
-                self.by_number = self.task_reward is accuracy
+        by_task = needs_reward and not reward_specs
+        if by_task and isinstance(self.task_reward, str):
+            reward_specs = [self.task_reward]
+        elif by_task:
+            self.sources.append(partial(score_by_task, self.task_reward))
+        # Whether the score compares numbers
+        self.by_number = by_task and self.task_reward is accuracy
         if reward_specs not in ([], ["none"]):
             from options.user_rewards import UserRewards
             self.user_rewards = UserRewards(settings, sample, reward_specs)
@@ -194,9 +194,7 @@ class Scorer:
                              f"call_timeout={self.settings.call_timeout:g}")
         names = set()
         for name, results in named_results:
-            counted_names = set()
-            for result in results:
-                counted_names.update(counted(result.parts))
+            counted_names = set().union(*[counted(result.parts) for result in results])
             # A reward that gave neither completion a score has shown no parts. It may have one of its name.
             names |= counted_names or {name}
         self._check_weights(names)
@@ -253,6 +251,9 @@ class Scorer:
         if self.by_number:
             number = number_of(r.completion)
             return "" if number is None else str(number)
+        if self.user_rewards and self.user_rewards.own_rows:
+            from options.user_rewards import answer_of
+            return answer_of(r.completion)
         from tasks.check_answer import final_answer
         return final_answer(content(r.completion))
 
@@ -276,11 +277,9 @@ def part_weights(text):
     try:
         for pair in specs(text):
             name, weight = pair.rsplit(":", 1)
-            if not name:
-                raise InputError("a weight without a name")
             weights[name] = float(weight)
-            if not abs(weights[name]) <= 3.4e38:                # float32's largest; NaN is refused as well
-                raise InputError("a weight that is no finite number in float32")
+            if not (name and abs(weights[name]) <= 3.4e38):     # float32's largest; NaN is refused as well
+                raise InputError("no name, or no finite number in float32")
     except ValueError as error:
         raise InputError(
             f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5") from error

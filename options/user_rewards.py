@@ -11,6 +11,7 @@ import bisect
 import copy
 import inspect
 import math
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,11 @@ from functools import partial
 from configurator import STARTED_IN, InputError, source_of
 from options.user_code import (Failed, TimeUp, UserProcess, accepted, as_float, load_from, logging_into,
                                name_of, outcome, shown)
-from rewards import Result, content
+from rewards import Result, content, number_of
+
+# An answer stands in a box, with brackets two levels deep, or behind one of these signs in its line.
+SIGNED = re.compile(r"(?i)\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}|"
+                    r"(?:####|<answer>|answer:)(?![^\n]*\\boxed\{)([^\n<]*)")
 
 
 class UserRewards:
@@ -33,6 +38,9 @@ class UserRewards:
     def __init__(self, settings, sample, reward_specs):
         self.settings = settings
         self.tokenizer = sample.tokenizer
+        # Rows and rewards of yours have their own idea of an answer. The verifier of the shipped tasks is not
+        # opened for the votes of a majority.
+        self.own_rows = settings.task == "file" and "math_verify" not in reward_specs
         # Whether episodes are scored, and not single answers.
         self.episodes = bool(settings.environment or settings.tools or settings.agent)
         # The last call may take call_timeout as well, which makes ten times call_timeout.
@@ -85,14 +93,28 @@ class UserRewards:
 
     def with_tokens(self, results, rollouts):
         """Return the results of a reward with steps that name tokens, and not characters."""
-        with_tokens = []
-        for result, r in zip(results, rollouts):
+        for i, (result, r) in enumerate(zip(results, rollouts)):
             if result.steps and self.episodes:
                 raise InputError(f"reward {', '.join(result.parts)} scores characters of a completion, but "
                                  "an episode has several messages")
             steps = [(token_at(character, r, self.tokenizer), value) for character, value in result.steps]
-            with_tokens.append(result._replace(steps=steps))
-        return with_tokens
+            results[i] = result._replace(steps=steps)
+        return results
+
+
+def answer_of(completion):
+    """Return a completion's answer for the votes of a majority, or "" if it has none.
+
+    It is what stands in the last box or behind the last of the other signs, or all of a short line. Numbers
+    have one spelling: 0.5 is 1/2. Capitals do not count.
+    """
+    text = content(completion).strip()
+    answers = ["".join(groups) for groups in SIGNED.findall(text)]
+    if not answers and len(text) <= 100 and "\n" not in text:
+        answers = [text]
+    answer = "".join(answers[-1:]).strip(" *$.`")
+    number = number_of(f"Answer: {answer}")
+    return answer.lower() if number is None else str(number)
 
 
 def token_at(character, rollout, tokenizer):
@@ -157,18 +179,16 @@ def arguments_of(reward, function, columns, logs):
     # may log. `accepted` leaves out what the function does not take. A function of verl's form gets one of
     # these only if it has a parameter of this name, because its **kwargs are for columns.
     # A reward that changes what it gets must not change the rows of the run, nor what other rewards get.
-    copied = {key: copy.deepcopy(values) for key, values in columns.items() if key != "environments"}
-    if "environments" in columns:
-        copied["environments"] = columns["environments"]
+    copied = dict(columns)
+    for key in columns.keys() - {"environments"}:
+        copied[key] = copy.deepcopy(columns[key])
     name = f"reward {reward.name}"
     if reward.form == "TRL":
         copied["trainer_state"] = copied["trainer_state"][-1]   # one for all completions, as in TRL
         return accepted(function, copied | logs, name)
     # Only rewards of verl's form need this file.
-    from options.verl_rewards import batch_arguments, row_arguments
-    if reward.form == "verl":
-        return accepted(function, row_arguments(copied, 0), name, logs)
-    return accepted(function, batch_arguments(copied), name, logs)
+    from options.verl_rewards import verl_arguments
+    return accepted(function, verl_arguments(copied, reward.form == "verl batch"), name, logs)
 
 
 def call_reward(reward, columns, timeout, end, workers):
@@ -239,10 +259,10 @@ def read_results(name, returned, completions, logged):
 def read_value(name, value, text):
     # Returns the parts and steps of the value that the reward of this name returned for this completion.
     steps = []
-    parts = {name: value}
     if value is None:
-        parts = {}
-    elif isinstance(value, dict):
+        return {}, steps
+    parts = {name: value}
+    if isinstance(value, dict):
         parts = value
     elif isinstance(value, (list, tuple)):
         for character, step in value:
@@ -274,19 +294,16 @@ def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, 
         limit = 0 if reward.is_async else timeout
         call = partial(process.call, limit, call)
     count = len(columns["completions"])
-    one_by_one = reward.form == "verl" or reward.batch_failed
-    together = count > 1 and (reward.is_async or not one_by_one)
     # The results are, for each completion, its Result or the error of its call, Failed or TimeUp.
-    if together:
+    results = []
+    if count > 1 and (reward.is_async or reward.form != "verl" and not reward.batch_failed):
         try:
             results = call(columns)
         except (Failed, TimeUp) as error:
-            together = False
             reward.batch_failed = True
             print(f"reward {reward.name} {error} for {count} completions: each is now scored by a call of "
                   "its own", file=sys.stderr)
-    if not together:
-        results = [attempt(call, columns, i) for i in range(count)]
+    results = results or [attempt(call, columns, i) for i in range(count)]
     if process and any(isinstance(result, TimeUp) for result in results):
         process.end()       # calls of an async reward may go on in it; the next call starts a new process
     return apply_reward_errors(reward, columns["completions"], results, reward_errors)
@@ -308,11 +325,8 @@ def apply_reward_errors(reward, completions, results, reward_errors):
             raise InputError(f"reward {reward.name} {result}; the completion is "
                              f"{content(completion)[:500]!r}") from result
     unscored = reward_errors != "zero"
-    value = math.nan if unscored else 0.0
-    parts = dict.fromkeys(names or [reward.name], value)
-    scored = []
-    for result in results:
+    parts = dict.fromkeys(names or [reward.name], math.nan if unscored else 0.0)
+    for i, result in enumerate(results):
         if not isinstance(result, Result):
-            result = Result(parts, problem=f"the reward {result}", unscored=unscored)
-        scored.append(result)
-    return scored
+            results[i] = Result(parts, problem=f"the reward {result}", unscored=unscored)
+    return results

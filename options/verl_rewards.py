@@ -21,8 +21,16 @@ def verl_columns(columns, answer_column, tokenizer):
     return columns
 
 
+def verl_arguments(columns, batch):
+    """Return the arguments that verl's form has for the first completion, or its form for a batch for all."""
+    if not batch:
+        return row_arguments(columns, 0)
+    rows = [row_arguments(columns, i) for i in range(len(columns["completions"]))]
+    return {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
+
+
 def row_arguments(columns, i):
-    """Return the arguments that verl's form has for completion i."""
+    # Returns the arguments for completion i.
     row = {key: values[i] for key, values in columns.items()}
     arguments = {"data_source": row.get("data_source") or row.get("source"),
                  "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {}}
@@ -33,9 +41,3 @@ def row_arguments(columns, i):
         if truth is not None:
             return arguments | {"ground_truth": truth}
     return arguments
-
-
-def batch_arguments(columns):
-    """Return the arguments that verl's form for a batch has."""
-    rows = [row_arguments(columns, i) for i in range(len(columns["completions"]))]
-    return {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}

@@ -14,8 +14,7 @@ from functools import partial
 
 from configurator import InputError
 import data
-from options import foreign_rows
-from options.files import Rows
+from options.files import Rows, is_message, is_text
 from rollout import Rollout
 
 # Fields of a message with which other trainers say that a turn is not learned, by 0 or false
@@ -156,16 +155,29 @@ def answer_of(row, s):
     if "completion" not in row:                                 # a mere answer is no substitute for it
         columns += [s.answer_column, "solution", "answer"]
     for column in columns:
-        answer = foreign_rows.messages_in(row.get(column))
-        if foreign_rows.is_answer(answer) and answer != text:
-            answer = [{"role": "assistant", "content": str(answer)}]
         # The messages of a column `prompt` are no conversation with an answer at its end.
-        if isinstance(answer, list) and answer and column != "prompt":
-            messages = [foreign_rows.as_message(message) for message in answer]
-            whole = column in conversations or messages[0]["role"] != "assistant"
-            if messages[-1]["role"] == "assistant":
-                return messages, whole
+        if column == "prompt" or row.get(column) is None:
+            continue
+        messages = messages_of(row[column], text)
+        if messages and messages[-1]["role"] == "assistant":
+            return messages, column in conversations or messages[0]["role"] != "assistant"
     if isinstance(text, str) and s.prompt_column in ("text", s.answer_column):
         return [], False
     raise InputError("there is nothing to learn: no messages end with the assistant's, and there is no "
                      f"completion, solution or answer; the columns are {', '.join(row)}")
+
+
+def messages_of(value, prompt):
+    # Returns the messages in a column. An answer is a turn of the assistant, if it is not the prompt itself.
+    if not is_text(value) and not (isinstance(value, list) and all(map(is_message, value))):
+        from options.foreign_rows import as_message, is_answer, messages_in
+        value = messages_in(value)
+        if isinstance(value, list):
+            value = [*map(as_message, value)]
+        elif not is_answer(value):
+            return []
+    if isinstance(value, list):
+        return value
+    if value == prompt:
+        return []
+    return [{"role": "assistant", "content": str(value)}]

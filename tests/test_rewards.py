@@ -1154,3 +1154,11 @@ def test_as_many_threads_wait_as_async_functions_ask_for():
                              stderr=subprocess.PIPE, text=True)
     # A call that nobody waits for any more ends without a word.
     assert process.returncode == 0 and "Exception in thread" not in process.stderr, process.stderr
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("so **Answer:** 12.", "12"), ("Answer: $1.50", "3/2"), ("#### 0.5", "1/2"), ("<answer>1/2</answer>", "1/2"),
+    (r"the \boxed{\frac{1}{\sqrt{2}}} apples", r"\frac{1}{\sqrt{2}}"), (r"Answer: \boxed{X}", "x"), ("Yes", "yes"),
+    ("", ""), ("one line\nand another", ""), ("Answer: 1\nAnswer: 2", "2")])
+def test_votes_of_rewards_of_yours_need_no_verifier(text, answer):
+    assert user_rewards.answer_of(text) == answer

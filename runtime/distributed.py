@@ -19,6 +19,11 @@ import sys
 import threading
 import time
 
+# OpenMP's threads wait for one another by spinning. If another process wants a core as well, they use up the
+# time that the last of them needs, and a step takes twenty times as long. So let them soon go to sleep
+# (bench/busy.py). PyTorch reads this when it is loaded.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "4000"
 # If torchrun is killed, Linux sends its workers SIGTERM: a run saves and stops.
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)                  # PR_SET_PDEATHSIG

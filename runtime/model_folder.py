@@ -3,7 +3,6 @@ A model's folder: what it says about its model, which models are refused, and th
 
     check_model      returns the folder that a name stands for, if it holds a model that can generate
     check_trainable  does the same, if by its config the model can also be trained
-    check_reader     does the same for a critic or reference, which has to read the policy's tokens
     end_tokens       returns the tokens that end a completion
     end_note         returns a sentence, if the chat template writes none of these tokens
     load_tokenizer   reads the tokenizer
@@ -112,26 +111,6 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
                          "training needs plain ones")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
         raise InputError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
-    return path
-
-
-def check_reader(key, path, policy_path, tokenizer, length=0):
-    """Return what check_trainable returns for a critic_model or reference_model.
-
-    path: "" stands for the policy's. tokenizer: the policy's. Also raises InputError if the model reads other
-    tokens: if it has a tokenizer of its own, tokens that both have must have the same ids.
-    """
-    if not path:
-        return policy_path
-    path = check_trainable(path, key, tokenizer=False, length=length)
-    size = read_config(path).get_text_config().vocab_size
-    policy_size = read_config(policy_path).get_text_config().vocab_size
-    ids = load_tokenizer(path, key).get_vocab() if has_tokenizer(path) else {}
-    differing = [token for token, number in tokenizer.get_vocab().items() if ids.get(token, number) != number]
-    # Larger models of some families have more rows in their embedding, which no token needs.
-    if size < policy_size or differing:
-        raise InputError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} "
-                         f"for one of {policy_size}, and other ids for {differing[:3] or 'none'}")
     return path
 
 

@@ -358,8 +358,9 @@ class Run:
         samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
         if self.settings.save_rollouts and log.master:
+            from options.saved_rollouts import write_rollouts
             with log.timed("save_rollouts"), input_errors(OSError):
-                checkpoint.write_rollouts(self.out_dir, step, rollouts)
+                write_rollouts(self.out_dir, step, rollouts)
         seconds = time.perf_counter() - log.started
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()

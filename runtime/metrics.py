@@ -236,6 +236,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     ratio = log_ratio.exp()
     # A comparison with NaN is False.
     if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 2 and gap.isfinite().all()):
+        from options.failures import worst_tokens
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
             f"or by {log_ratio.mean():+.2g} with their sign, over half of it. Maybe the engine has not got "
@@ -251,21 +252,6 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
         "kl": (ratio - 1 - log_ratio).mean(),
         "effective_sample_size": ratio.mean().double() ** 2 / ratio.square().mean()}
     return {f"sampling/{name}": value.item() for name, value in metrics.items()}
-
-
-def worst_tokens(rollouts, logps, gap, tokenizer):
-    """Return a line for each of the eight tokens with the largest gap, [C]: the text before it, and both
-    logprobs."""
-    places = []                                         # (s, t) of each token, in the order of gap
-    for s, logp in logps.items():
-        places += [(s, t) for t in range(len(logp))]
-    lines = []
-    for c in gap.argsort(descending=True)[:8].tolist():
-        s, t = places[c]
-        ids = rollouts[s].sampled_ids
-        lines.append(f"  {tokenizer.decode(ids[:t])!r} + {tokenizer.decode(ids[t])!r}: "
-                     f"trainer {logps[s][t]:.4f}, engine {rollouts[s].logprobs[t]:.4f}")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the log

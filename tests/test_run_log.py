@@ -222,7 +222,7 @@ def test_a_disk_that_is_full_ends_a_run_that_keeps_its_rollouts(mesh, tmp_path, 
         raise OSError(28, "No space left on device")
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 20}, run_state())
-    monkeypatch.setattr("runtime.checkpoint.sync", full)
+    monkeypatch.setattr("options.saved_rollouts.sync", full)
     with pytest.raises(SystemExit):
         end_step(log, [sampled({"prompt": "?"}, "a", 1.0, {})], 1, keep=True)
     assert capsys.readouterr().err.endswith("No space left on device\n")

@@ -38,8 +38,8 @@ from configurator import InputError
 from attention import Pick, cut_over, join, packed_attention
 from packing import deal, micro_batch, pack
 from runtime import distributed
-from runtime.model_folder import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
-                                  model_class, read_config, read_model, reading, write_model)
+from runtime.model_folder import (check_trainable, end_note, end_tokens, load_tokenizer, model_class,
+                                  read_config, read_model, reading, write_model)
 
 
 # ---------------------------------------------------------------- logprobs from hidden states
@@ -453,6 +453,9 @@ def open_folders(settings, longest, resumed=None, clock=None):
     for kind in ("reference", "critic"):
         key = f"{kind}_model"
         if hasattr(settings, key):
+            setattr(folders, kind, policy)
+        if getattr(settings, key, ""):
+            from options.token_reader import check_reader
             setattr(folders, kind, check_reader(key, getattr(settings, key), policy, tokenizer, longest))
     folders.eos_ids = distributed.from_master(end_tokens(policy, tokenizer))    # a hub may fail a rank
     folders.suits = getattr(read_config(policy), "suits", {})

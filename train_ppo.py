@@ -30,7 +30,7 @@ import rollout
 from configurator import configure, input_errors
 from model import (deal_to_ranks, load_policy, load_reference, make_optimizer, micro_batches, open_folders,
                    set_rates, token_logprobs)
-from options.critic import load_critic, token_values
+from options.critic import load_critic, mean_over_ranks, token_values
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # settings that everybody sets first
@@ -131,7 +131,7 @@ def flat_on_cpu(tensors, chosen):
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
     """Return figures of a critic that has not seen the batch yet; all [C] of this rank, adv whitened.
     token_rewards: for each rollout the rewards of its tokens, [len]."""
-    mean = distributed.mean
+    mean = mean_over_ranks
     error = ret - value
     error_variance = mean(error ** 2) - mean(error) ** 2
     variance = mean(ret ** 2) - mean(ret) ** 2
@@ -213,13 +213,13 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     sequence_reward = losses.with_later_sequences(token_reward, sequence_lens)          # [C]
     raw_adv, ret = losses.gae(                                                          # [C], [C]
         sequence_reward, value, sum(sequence_lens, []), gamma=1.0, lam=lam)
-    adv = losses.whiten(raw_adv, distributed.mean)                                      # [C]
+    adv = losses.whiten(raw_adv, mean_over_ranks)                                      # [C]
     # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
     advs = dict(zip(my_share, adv.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     rets = dict(zip(my_share, ret.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     log.metrics |= critic_metrics(value, ret, raw_adv, adv, token_reward.split(lens))
     if reference:
-        log.metrics["kl"] = distributed.mean(kl)
+        log.metrics["kl"] = mean_over_ranks(kl)
 
     # ------------------------------------------------------------ 5 update
     policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained

@@ -17,8 +17,9 @@ import numpy as np
 import torch.distributed as dist
 
 from configurator import check, configure
+from options.saved_rollouts import write_rollouts
 from rollout import Rollout
-from runtime import checkpoint, distributed
+from runtime import distributed
 # ------------------------------------------------------------------------------------------------------------
 tokens = 2_000_000              # in the rows of a step, over all ranks
 prompt_length = 200             # tokens
@@ -60,7 +61,7 @@ if rank == 0:
     with tempfile.TemporaryDirectory() as folder:
         for step in range(repeats):
             start = time.perf_counter()
-            checkpoint.write_rollouts(folder, step, found)
+            write_rollouts(folder, step, found)
             seconds.append(time.perf_counter() - start)
         size = os.path.getsize(f"{folder}/rollouts/step-000000.parquet")
     print(f"save_rollouts: {statistics.median(seconds):.3f} s (smallest of {repeats}: {min(seconds):.3f}), "

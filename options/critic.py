@@ -1,10 +1,12 @@
 """
 PPO's critic: how it is loaded, and the values that it computes. train_ppo.py opens this file.
 
-    load_critic     a Critic under FSDP2, from any model, whose forward returns values
-    token_values    computes a critic's values of the sampled tokens of rollouts, without gradient
+    load_critic      a Critic under FSDP2, from any model, whose forward returns values
+    token_values     computes a critic's values of the sampled tokens of rollouts, without gradient
+    mean_over_ranks  the mean of numbers of all ranks, by which PPO whitens advantages
 """
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -80,3 +82,12 @@ def token_values(critic, rollouts, chosen, token_budget):
         batch.put(critic(batch), values)
     critic.reshard()
     return values
+
+
+def mean_over_ranks(values):
+    """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none.
+    A collective."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    sums = torch.stack([values.nansum(), (~values.isnan()).double().sum()]).cpu()
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1].clamp(min=1)).item()

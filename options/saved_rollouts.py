@@ -1,20 +1,54 @@
 """
-Rollouts as arrays, for a checkpoint. Scripts open this file if they save rollouts that were sampled ahead, as
-train_async.py does.
+Rollouts on disk. A run opens this file with save_rollouts, or if its script saves rollouts that were sampled
+ahead, as train_async.py does.
+
+    write_rollouts           writes the rollouts of a step as a parquet file
+    as_arrays, from_arrays   turn rollouts into arrays for a checkpoint, and back
 """
 import json
+from pathlib import Path
 
 import numpy as np
+from pyarrow import Table, parquet
 
 from configurator import InputError
 from rollout import Rollout
-from runtime.checkpoint import json_text
+from runtime.checkpoint import json_text, sync
 
 # These fields of a Rollout are saved although JSON may change them. from_arrays restores the keys of rewards
 # and the tuples of versions. The row and the completion hold the user's data, where a change is accepted.
 CHANGED_BY_JSON = "rewards", "versions", "row", "completion"
 
 RENAMED = {"row_starts": "sequence_starts", "row_names": "sequence_names"}      # {the older name: the newer}
+
+
+def write_rollouts(out_dir, step, rollouts):
+    """Write the rollouts of a step to out_dir/rollouts/step-000012.parquet, a row for each, in their order.
+
+    The columns ids, spans, sequence_starts, logprobs and score have the types of a Rollout's fields. The
+    parts of the score are JSON, because a reward may name other parts in another step, and so is a completion
+    that consists of messages. A file appears whole or not at all. It replaces that of an earlier attempt at
+    the step, and files of later steps, which the run had written before it was resumed, are removed. Raises
+    OSError if the disk is full, for example.
+    """
+    rows = []
+    for r in rollouts:
+        completion = r.completion
+        if not isinstance(completion, str):
+            completion = json.dumps(completion, default=str)
+        rows.append({"step": step, "ids": r.ids, "spans": [*r.spans], "sequence_starts": [*r.sequence_starts],
+                     "logprobs": r.logprobs, "score": r.score, "parts": json.dumps(r.parts),
+                     "completion": completion})
+    folder = Path(out_dir, "rollouts")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step:06}.parquet"
+    part = folder / ".part"                                     # who reads the folder passes over such a name
+    parquet.write_table(Table.from_pylist(rows), part)
+    sync(part)
+    part.replace(path)
+    for other in folder.glob("step-*.parquet"):
+        if other > path:
+            other.unlink()
 
 
 def as_arrays(rollouts):

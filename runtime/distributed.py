@@ -1,7 +1,7 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
-set_up, mean, gathered and from_master are collectives: every rank has to call them, in the
-same order. The watchdog ends a rank that would wait in one of them for ever.
+set_up, gathered and from_master are collectives: every rank has to call them, in the same order. The watchdog
+ends a rank that would wait in one of them for ever.
 """
 import atexit
 import contextlib
@@ -19,6 +19,11 @@ import sys
 import threading
 import time
 
+# OpenMP's threads wait for one another by spinning. If another process wants a core as well, they use up the
+# time that the last of them needs, and a step takes twenty times as long. So let them soon go to sleep
+# (bench/busy.py). PyTorch reads this when it is loaded.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "4000"
 # If torchrun is killed, Linux sends its workers SIGTERM: a run saves and stops.
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)                  # PR_SET_PDEATHSIG
@@ -153,14 +158,6 @@ def keep_freed_memory():
 
 
 # ---------------------------------------------------------------- collectives
-
-def mean(values):
-    """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
-    values = torch.as_tensor(values, dtype=torch.float64)
-    sums = torch.stack([values.nansum(), (~values.isnan()).double().sum()]).cpu()
-    dist.all_reduce(sums)
-    return (sums[0] / sums[1].clamp(min=1)).item()
-
 
 def gathered(items):
     """Return the lists of all ranks joined into one, in the order of the ranks."""

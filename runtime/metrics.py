@@ -25,16 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
-from configurator import InputError, source_of, specs
+from configurator import InputError
 from runtime import checkpoint, distributed
 
 ROOT = Path(__file__).resolve().parents[1]
+STATUS = "git -c safe.directory=* --no-optional-locks status --porcelain --untracked-files=normal".split()
 FIRST_STEPS = 3                 # after these a run says whether all its scores are the same
 FIRST_RULES = 9                 # with fewer steps no rule of options/health.py can be broken
-LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/
-# It can be applied, whatever the user has set for git.
-DIFF = ("diff --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ --submodule=short -U3 "
-        "HEAD -- .").split()
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 # token_loss comes from train_sft.py. What the other scripts log as loss is only in metrics.jsonl.
 CONSOLE = (("loss", "token_loss", ".4f"), ("reward", "reward", ".3f"),
@@ -150,31 +147,8 @@ def rollout_metrics(rollouts, n, group_std, engines):
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": mean_or_zero([r.finish_reason == "length" for r in rollouts])}
     if any(r.counts for r in rollouts):         # single answers have none
+        from options.episode_metrics import episode_metrics
         figures |= episode_metrics(rollouts, engines)
-    return figures
-
-
-def episode_metrics(rollouts, engines):
-    # Returns the figures of episodes with an environment, tools or an agent.
-    def total(name):
-        return sum(r.counts.get(name, 0) for r in rollouts)
-
-    N = len(rollouts)
-    inserted = sum(len(r.ids) - len(r.prompt_ids) - len(r.logprobs) for r in rollouts)
-    endings = Counter(r.finish_reason for r in rollouts)
-    figures = {
-        "episodes/turns": sum(len(r.spans) for r in rollouts) / N,
-        "episodes/inserted_tokens": inserted / N,
-        "episodes/ended/done": endings["stop"] / N,
-        "episodes/limited": endings["length"] + endings["turns"] + endings["timeout"],
-        "tools/call_frequency": total("calls") / N,
-        "tools/failure_frequency": total("failures") / max(total("calls"), 1),
-        "timing_s/environment": total("seconds") / engines}
-    for ending in ("length", "turns", "timeout", "error"):
-        figures[f"episodes/ended/{ending}"] = endings[ending] / N
-    for name in ("requests", "rows", "untrained_tokens"):       # of agents
-        if any(name in r.counts for r in rollouts):
-            figures[f"episodes/{name}"] = total(name) / N
     return figures
 
 
@@ -262,6 +236,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     ratio = log_ratio.exp()
     # A comparison with NaN is False.
     if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 2 and gap.isfinite().all()):
+        from options.failures import worst_tokens
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
             f"or by {log_ratio.mean():+.2g} with their sign, over half of it. Maybe the engine has not got "
@@ -277,21 +252,6 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
         "kl": (ratio - 1 - log_ratio).mean(),
         "effective_sample_size": ratio.mean().double() ** 2 / ratio.square().mean()}
     return {f"sampling/{name}": value.item() for name, value in metrics.items()}
-
-
-def worst_tokens(rollouts, logps, gap, tokenizer):
-    """Return a line for each of the eight tokens with the largest gap, [C]: the text before it, and both
-    logprobs."""
-    places = []                                         # (s, t) of each token, in the order of gap
-    for s, logp in logps.items():
-        places += [(s, t) for t in range(len(logp))]
-    lines = []
-    for c in gap.argsort(descending=True)[:8].tolist():
-        s, t = places[c]
-        ids = rollouts[s].sampled_ids
-        lines.append(f"  {tokenizer.decode(ids[:t])!r} + {tokenizer.decode(ids[t])!r}: "
-                     f"trainer {logps[s][t]:.4f}, engine {rollouts[s].logprobs[t]:.4f}")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the log
@@ -332,9 +292,10 @@ class RunLog:
             config = {"script": name, **settings, "checksums": state["checksums"], "out_dir": out_dir}
             Path(out_dir, name).write_bytes(Path(script).read_bytes())
             Path(out_dir, "config.json").write_text(json.dumps(config, indent=1))
-            # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
-            Path(out_dir, "changes.diff").write_bytes(git(*DIFF)[:LIMIT])
-            keep_code(settings, f"{out_dir}/user_code")
+            Path(out_dir, "changes.diff").write_bytes(b"")
+            if has_changed_code(settings):
+                from options.kept_code import keep_code
+                keep_code(settings, out_dir)
             self.board = SummaryWriter(out_dir, purge_step=state["step"])
             threading.excepthook = thread_failed
         self.start(state["step"])
@@ -509,6 +470,14 @@ def append(path, lines):
             checkpoint.sync(path)
 
 
+def has_changed_code(settings):
+    # Returns whether the settings name a .py file, or git finds files that differ from the commit.
+    changes = b""
+    with contextlib.suppress(FileNotFoundError):                # git is not installed
+        changes = subprocess.run([*STATUS, ROOT], cwd=ROOT, capture_output=True).stdout
+    return changes or ".py" in str(settings)
+
+
 def rewind(path, step):
     """Drop the lines of a .jsonl log for `step` or later; return the objects of the lines that stay.
 
@@ -526,30 +495,3 @@ def rewind(path, step):
         file.writelines(json.dumps(entry) + "\n" for entry in earlier)
     os.replace(path + ".part", path)
     return earlier
-
-
-def git(*command):
-    """Return the bytes that git prints for a command in the project's folder, whoever owns it; none without
-    git."""
-    with contextlib.suppress(FileNotFoundError):                # git is not installed
-        command = "git", "-C", ROOT, "-c", "safe.directory=*", *command
-        return subprocess.run(command, capture_output=True).stdout
-    return b""
-
-
-def keep_code(settings, folder):
-    """Copy the user's code to a folder, up to LIMIT bytes: files that the settings name, then *.py files of
-    the project that git does not know yet. Below the folder a copy has the full path of its file."""
-    # Any setting may name files, as in file.py:name,other.py:name. What names no file is left out below.
-    paths = [source_of(spec) for spec in specs(",".join(map(str, settings.values())))]
-    # -z: without it git would write bäume.py in quotes and in numbers.
-    new = git("ls-files", "-z", "--others", "--exclude-standard", "--exclude=user_code", "*.py")
-    paths += [ROOT / name for name in os.fsdecode(new).split("\0")]
-    room = LIMIT
-    for path in filter(os.path.isfile, paths):
-        code = Path(path).read_bytes()
-        if len(code) <= room:
-            room -= len(code)
-            target = Path(f"{folder}/{path}")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(code)

@@ -3,7 +3,6 @@ A model's folder: what it says about its model, which models are refused, and th
 
     check_model      returns the folder that a name stands for, if it holds a model that can generate
     check_trainable  does the same, if by its config the model can also be trained
-    check_reader     does the same for a critic or reference, which has to read the policy's tokens
     end_tokens       returns the tokens that end a completion
     end_note         returns a sentence, if the chat template writes none of these tokens
     load_tokenizer   reads the tokenizer
@@ -15,7 +14,6 @@ memory.py forecasts how much memory a run takes.
 import contextlib
 import datetime
 import functools
-import json
 import math
 import os
 from pathlib import Path
@@ -66,9 +64,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
     ValueError if it is not found or cannot be used. Weights are checked when they are loaded.
     """
     path = located(path)
-    config_name = "config.json"
-    if not os.path.isdir(path):
-        config_name = "no such folder, and on the hub config.json"
+    config_name = "config.json" if os.path.isdir(path) else "no such folder, and on the hub config.json"
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise InputError(f"{key}={path}: no tokenizer in this folder")
@@ -93,11 +89,12 @@ def has_tokenizer(path):
 def longest_row(config):
     """Return how many tokens a model with this config reads in a row."""
     rope = getattr(config, "rope_parameters", None) or {}
-    limits = [getattr(config, "max_position_embeddings", None),
-              getattr(config, "attention_chunk_size", None)]    # attention in chunks is not supported
+    keys = ["max_position_embeddings", "attention_chunk_size"]  # attention in chunks is not supported
+    limits = []
     if rope.get("rope_type") in ("dynamic", "longrope"):        # positions after these depend on the batch
+        keys.append("original_max_position_embeddings")
         limits.append(rope.get("original_max_position_embeddings"))
-        limits.append(getattr(config, "original_max_position_embeddings", None))
+    limits += [getattr(config, key, None) for key in keys]
     return min(filter(None, limits), default=math.inf)
 
 
@@ -112,26 +109,6 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
                          "training needs plain ones")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
         raise InputError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
-    return path
-
-
-def check_reader(key, path, policy_path, tokenizer, length=0):
-    """Return what check_trainable returns for a critic_model or reference_model.
-
-    path: "" stands for the policy's. tokenizer: the policy's. Also raises InputError if the model reads other
-    tokens: if it has a tokenizer of its own, tokens that both have must have the same ids.
-    """
-    if not path:
-        return policy_path
-    path = check_trainable(path, key, tokenizer=False, length=length)
-    size = read_config(path).get_text_config().vocab_size
-    policy_size = read_config(policy_path).get_text_config().vocab_size
-    ids = load_tokenizer(path, key).get_vocab() if has_tokenizer(path) else {}
-    differing = [token for token, number in tokenizer.get_vocab().items() if ids.get(token, number) != number]
-    # Larger models of some families have more rows in their embedding, which no token needs.
-    if size < policy_size or differing:
-        raise InputError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} "
-                         f"for one of {policy_size}, and other ids for {differing[:3] or 'none'}")
     return path
 
 
@@ -151,19 +128,16 @@ def end_tokens(model, tokenizer):
     The first of the three that names any counts. Raises InputError if none does, or for a damaged generation
     config.
     """
-    named_by = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
+    config = read_config(model)
+    named_by = [getattr(config, "eos_token_id", None), tokenizer.eos_token_id]
     path = f"{model}/generation_config.json"
-    errors = contextlib.suppress(OSError)                       # there may be no such file
-    if os.path.exists(path):
-        errors = reading(path)
-    with errors:
+    # A hub id may have no such file.
+    with reading(path) if os.path.exists(path) else contextlib.suppress(OSError):
         named_by.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = next((ids for ids in named_by if ids is not None), [])
     if not isinstance(ids, list):
         ids = [ids]
-    vocabulary = range(read_config(model).get_text_config().vocab_size)
-    unknown = [token for token in ids if token not in vocabulary]
-    if not ids or unknown:
+    if not ids or {*ids} - {*range(config.get_text_config().vocab_size)}:
         raise InputError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
                          "names no token that ends a completion")
     return ids
@@ -175,8 +149,7 @@ def end_note(tokenizer, eos_ids):
     # Templates raise all kinds of errors. If this one fails for the run's prompts, that stops the run later.
     with contextlib.suppress(Exception):
         _, _, ending = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")
-        ending_ids = tokenizer(ending, add_special_tokens=False).input_ids
-        if not {*eos_ids} & {*ending_ids}:
+        if not {*eos_ids} & {*tokenizer(ending, add_special_tokens=False).input_ids}:
             names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(eos_ids)))
             return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with "
                     f"{ending!r}. A model that ends its turns like that is cut off at max_completion_length")
@@ -208,21 +181,12 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     tokenizer.decode = written(tokenizer.decode)
     tokenizer.batch_decode = written(tokenizer.batch_decode)
     if settings:
-        if settings.chat_template:
-            with reading(f"chat_template={settings.chat_template}"):
-                tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text("utf-8-sig")
-        with reading(f"chat_template_kwargs={settings.chat_template_kwargs}"):
-            template_kwargs = json.loads(settings.chat_template_kwargs or "{}")
-        if not isinstance(template_kwargs, dict):
-            raise InputError(f"chat_template_kwargs={settings.chat_template_kwargs} is no JSON object")
-        for name in template_kwargs:
-            if name not in str(tokenizer.chat_template):
-                raise InputError(f"chat_template_kwargs: the chat template reads no {name}")
-        now = datetime.datetime.now()
-        if clock:
-            now = datetime.datetime.fromisoformat(clock)
+        now = datetime.datetime.fromisoformat(clock or datetime.datetime.now().isoformat())
         tokenizer.apply_chat_template = functools.partial(
-            tokenizer.apply_chat_template, strftime_now=now.strftime, **template_kwargs)
+            tokenizer.apply_chat_template, strftime_now=now.strftime)
+    if settings and (settings.chat_template or settings.chat_template_kwargs):
+        from options.own_template import apply_settings
+        apply_settings(tokenizer, settings)
     return tokenizer
 
 

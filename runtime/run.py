@@ -40,7 +40,6 @@ SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "tr
 # It may have others for these, if its checkpoint holds no rollouts and its position counts rows.
 BATCH = "prompts_per_step", "num_generations"
 RESUMING = {"resume": "", "out_dir": "", "max_steps": 0}        # these change no evaluation
-MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
 BOUNDED = "gspo", "gmpo", "cispo", "dppo"       # values of loss_type with clip bounds of their own
 FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
 
@@ -106,18 +105,14 @@ def read_state(resumed, state, settings, script):
 def may_not_fit(folder, settings):
     """Return whether a run with the model in a folder may need more memory than there is, by a rough count.
 
-    On a GPU it may, and for a kind of model that this cannot count. On a CPU a rank has 16 bytes
-    per parameter for weight, gradient and Adam's moments, and activations of each token of a micro-batch.
+    On a GPU it may, and with a model from the hub. On a CPU a rank has 16 bytes per parameter for weight,
+    gradient and Adam's moments, and activations of each token of a micro-batch. A file has at least two.
     """
-    config = read_config(folder).get_text_config()
-    keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
-    V, H, inside, layers = (getattr(config, key, None) for key in keys)
-    experts = any(key.startswith("num_") and "expert" in key for key in vars(config))
-    if torch.cuda.is_available() or experts or None in (V, H, inside, layers):
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    H = getattr(read_config(folder).get_text_config(), "hidden_size", 0)
+    if torch.cuda.is_available() or not size or not H:
         return True
-    parameters = V * H + layers * H * (4 * H + 3 * inside)
-    networks = 1 + hasattr(settings, "critic_model")
-    size = networks * parameters * (16 + 10 * settings.token_budget / H)
+    size *= (1 + hasattr(settings, "critic_model")) * (8 + 5 * settings.token_budget / H)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return size > host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2
 
@@ -323,7 +318,7 @@ class Run:
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
-        is not finite. Raises RuntimeError after MAX_SKIPPED in a row. In float16 the loss scale doubles every
+        is not finite. Raises RuntimeError after five in a row. In float16 the loss scale doubles every
         hundred updates, and while it is above 1 it is first halved, without counting the update.
 
         norm: as clip_grad_norm_ returns it. A collective."""
@@ -338,11 +333,8 @@ class Run:
         if finite:
             in_a_row[name] = 0
             return True
-        in_a_row[name] = in_a_row.get(name, 0) + 1
-        self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm of "
-                     f"its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
-        if in_a_row[name] >= MAX_SKIPPED:
-            raise RuntimeError(f"{MAX_SKIPPED} updates of the {name} in a row were skipped")
+        from options.failures import report_skipped
+        report_skipped(self, name, norm)
         return False
 
     def end_step(self, rollouts, group_std=None):
@@ -358,8 +350,9 @@ class Run:
         samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
         if self.settings.save_rollouts and log.master:
+            from options.saved_rollouts import write_rollouts
             with log.timed("save_rollouts"), input_errors(OSError):
-                checkpoint.write_rollouts(self.out_dir, step, rollouts)
+                write_rollouts(self.out_dir, step, rollouts)
         seconds = time.perf_counter() - log.started
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
@@ -379,7 +372,9 @@ class Run:
         if group_std:
             engines = getattr(self.engine, "engines", self.world_size)
             log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
-            check_scored(rollouts, log, step)
+            if metrics.failures(rollouts):
+                from options.failures import report_failures
+                report_failures(rollouts, log, step)
             samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         with input_errors(OSError):
             log.write(samples)
@@ -462,19 +457,3 @@ def check_state(run):
         differing = [key for key in keys if others.get(key) != checksums[key]]
         check(not differing, f"the ranks differ in {differing} of run.state, and a resumed run would have "
                              "that of rank 0")
-
-
-def check_scored(rollouts, log, step):
-    """Say how many rollouts of a step failed, and why. Raises RuntimeError if none has a score because of
-    that."""
-    texts = [r.counts.get("problem", r.problem) for r in rollouts]
-    problems = [text for text in texts if text]
-    unscored = all(math.isnan(r.score) for r in rollouts)
-    if problems:
-        log.say(f"step {step}: {len(problems)} of {len(rollouts)} completions failed or took too long; the "
-                f"first: {problems[0]}")
-    if unscored and problems:
-        raise RuntimeError(f"nothing was scored; {problems[0]}")
-    if unscored:
-        log.say(f"step {step}: nothing was scored. Does the script call scorer(...), and does the reward "
-                "return more than None?")

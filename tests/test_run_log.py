@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from losses import group_std
+from options import kept_code
 from rollout import Rollout
 from runs import ROOT, launch, lines, on_ranks
 from runtime import metrics
@@ -221,7 +222,7 @@ def test_a_disk_that_is_full_ends_a_run_that_keeps_its_rollouts(mesh, tmp_path, 
         raise OSError(28, "No space left on device")
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 20}, run_state())
-    monkeypatch.setattr("runtime.checkpoint.sync", full)
+    monkeypatch.setattr("options.saved_rollouts.sync", full)
     with pytest.raises(SystemExit):
         end_step(log, [sampled({"prompt": "?"}, "a", 1.0, {})], 1, keep=True)
     assert capsys.readouterr().err.endswith("No space left on device\n")
@@ -431,8 +432,8 @@ def test_what_json_has_not(mesh, tmp_path):
 
 def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     """The difference to the commit; nothing where there is no git."""
-    changes = lambda: metrics.git(*metrics.DIFF).decode()
-    monkeypatch.setattr(metrics, "ROOT", tmp_path)
+    changes = lambda: kept_code.git(*kept_code.DIFF).decode()
+    monkeypatch.setattr(kept_code, "ROOT", tmp_path)
     assert changes() == ""
     git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
                                         check=True, capture_output=True)
@@ -445,16 +446,37 @@ def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     assert "-a = 1\n+a = 2\n" in changes()
     # What a larger repository holds besides the project is not the project's.
     (tmp_path / "project").mkdir()
-    monkeypatch.setattr(metrics, "ROOT", tmp_path / "project")
+    monkeypatch.setattr(kept_code, "ROOT", tmp_path / "project")
     assert changes() == ""
     monkeypatch.setenv("PATH", "")
     assert changes() == ""
 
 
+def test_a_run_looks_for_changed_code(tmp_path, monkeypatch):
+    """It opens options/kept_code.py for a changed or a new file, and for one that a setting names."""
+    monkeypatch.setattr(metrics, "ROOT", tmp_path)
+    changed = lambda **settings: bool(metrics.has_changed_code(settings))
+    assert not changed(reward="") and changed(reward="paid.py:right")       # where there is no repository
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
+                                        check=True, capture_output=True)
+    git("init")
+    git("config", "status.showUntrackedFiles", "no")
+    (tmp_path / "losses.py").write_text("a = 1\n")
+    assert changed()
+    git("add", ".")
+    assert changed()
+    git("commit", "-m", "first")
+    assert not changed()
+    (tmp_path / "losses.py").write_text("a = 2\n")
+    assert changed()
+    monkeypatch.setenv("PATH", "")
+    assert not changed() and changed(reward="paid.py:right")
+
+
 @pytest.mark.parametrize("owner", ["ours", "another's"])
 def test_what_was_changed_can_be_applied(tmp_path, monkeypatch, owner):
     """Whatever git is told otherwise, whoever owns the files, and whatever they hold."""
-    monkeypatch.setattr(metrics, "ROOT", tmp_path / "project")
+    monkeypatch.setattr(kept_code, "ROOT", tmp_path / "project")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "project").mkdir()
 
@@ -475,7 +497,7 @@ def test_what_was_changed_can_be_applied(tmp_path, monkeypatch, owner):
     if owner == "another's":
         monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "true")
         assert subprocess.run(["git", "-C", tmp_path / "project", "diff"], capture_output=True).returncode
-    git("apply", "-", folder="other", input=metrics.git(*metrics.DIFF))
+    git("apply", "-", folder="other", input=kept_code.git(*kept_code.DIFF))
     assert (tmp_path / "other/losses.py").read_bytes() == path.read_bytes()
 
 
@@ -500,7 +522,7 @@ def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
     project, elsewhere, run = tmp_path / "project", tmp_path / "elsewhere", tmp_path / "project/runs/a"
     for folder in (project / "mine", elsewhere, run):
         folder.mkdir(parents=True)
-    monkeypatch.setattr(metrics, "ROOT", project)
+    monkeypatch.setattr(kept_code, "ROOT", project)
     settings = {"reward": f"{elsewhere}/paid.py:right,{elsewhere}/paid.py:brief,math_verify", "seed": 0,
                 "environment": f"{elsewhere}/game.py:Game", "model": "tiny", "defaults": {"reward": ""}}
     files = {elsewhere / "paid.py": "right = 1", elsewhere / "game.py": "class Game: pass", elsewhere / "rest.py": "",
@@ -509,15 +531,15 @@ def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
         path.write_text(text)
     for words in (["init"], ["add", "old.py"]):
         subprocess.run(["git", *words], cwd=project, check=True, capture_output=True)
-    found = lambda: {str(path.relative_to(run / "user_code")) for path in run.rglob("*") if path.is_file()}
+    found = lambda: {str(path.relative_to(run / "user_code")) for path in (run / "user_code").rglob("*") if path.is_file()}
     kept = [str(path)[1:] for path in (elsewhere / "paid.py", elsewhere / "game.py", project / "mine/bäume.py")]
     for _ in range(2):                                          # copies are not copied when a run goes on
-        metrics.keep_code(settings, f"{run}/user_code")
+        kept_code.keep_code(settings, run)
         assert found() == {*kept}
     assert (run / "user_code" / kept[1]).read_text() == "class Game: pass"
     shutil.rmtree(run / "user_code")
     (project / "data.py").write_text("#" * 999_990)
-    metrics.keep_code(settings, f"{run}/user_code")
+    kept_code.keep_code(settings, run)
     assert found() == {*kept}                                   # what has no room is left out, what has is not
 
 

@@ -15,7 +15,8 @@ among them, H the hidden size, V the size of the vocabulary. PPO's critic is in 
 
 Products of bfloat16 factors are not rounded to bfloat16, which has three digits: a logit of 20 would be off
 by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding causes most of
-the gap between engine and trainer. In the default run it caused a quarter to two fifths (docs/speed.md).
+the gap between engine and trainer. In the default run it caused a quarter to two fifths
+(docs/measured/speed.md).
 """
 import copy
 import functools

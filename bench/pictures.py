@@ -25,7 +25,7 @@ from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 smollm2 = ""                    # folders of runs with config/tasks/smollm2.py, with commas between them
 warm = ""                       # out/warm0,out/warm1,... stand for files out/warm0.jsonl, ..., which evaluate_model.py
-                                # has written of models that have learned worked answers (docs/real_model.md)
+                                # has written of models that have learned worked answers (docs/measured/real_model.md)
 then_rl = ""                    # the same of the models that RL made of those
 base = ""                       # the same of the model before both, a single one
 grpo = ""                       # folders of runs of train_grpo.py

@@ -3,7 +3,7 @@ TRL's GRPOTrainer in the place of train_grpo.py, on a CPU in float32: the row tr
 starts this script with the interpreter that has TRL (bench/against_trl.py says how to make one).
 
     python -m bench.methods --methods=trl --trl=out/trl/bin/python
-    out/trl/bin/python -m bench.trl_grpo config/tasks/smollm2.py --model=out/smollm2    # docs/real_model.md
+    out/trl/bin/python -m bench.trl_grpo config/tasks/smollm2.py --model=out/smollm2    # docs/measured/real_model.md
 
 Model, task, prompts of each step, reward, optimizer, learning rate of each update and both evaluations are
 those of train_grpo.py with the same settings. Two things differ. TRL samples with transformers' generate,

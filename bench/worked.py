@@ -1,5 +1,5 @@
 """
-Worked answers to two tasks of reasoning-gym, for a warm start by train_sft.py. docs/real_model.md has the
+Worked answers to two tasks of reasoning-gym, for a warm start by train_sft.py. docs/measured/real_model.md has the
 commands that learn from them, and the results.
 
     python -m bench.worked --out=out/worked                     # sums and differences of two numbers

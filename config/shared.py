@@ -26,8 +26,8 @@ adam_beta2 = 0.95               # and its mean of their squares this part. PPO's
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
 dtype = "auto"                  # float32, bfloat16, float16 (with a loss scale), or auto: bfloat16 on CUDA;
                                 # master weights are float32. Before a run in bfloat16 each trained one is
-                                # moved by less than bfloat16 can show (docs/speed.md)
-torch_compile = False           # compile the layers; docs/speed.md says what that saved on an H100
+                                # moved by less than bfloat16 can show (docs/measured/speed.md)
+torch_compile = False           # compile the layers; docs/measured/speed.md says what that saved on an H100
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
 shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks

@@ -130,5 +130,5 @@ def forecast_note(s, ranks):
     note = (f"forecast of memory per rank: sampling {sampling / 1e9:.2f}, update {update / 1e9:.2f} of "
             f"{memory / 1e9:.2f} GB")
     if max(sampling, update) > memory:
-        note += "\nIt does not fit: docs/speed.md says which settings take less"
+        note += "\nIt does not fit: docs/placement.md says which settings take less"
     return note

@@ -1,7 +1,7 @@
 """
 An engine of your own, --engine=mine.py:Engine. Other runs do not open this file.
 
-The class has these two methods; docs/recipes.md shows one in 30 lines:
+The class has these two methods; docs/own_engine.md shows one in 30 lines:
 
     __init__(model, dtype, max_length, eos_ids)     as for the engines here
     generate(requests)                  returns for each rollout.Request (ids, logprobs, finish_reason), and

@@ -2,7 +2,7 @@
 
     --task=reasoning_gym:chain_sum,max_terms=2,max_digits=2+gcd
 
-    gym_rows        the rows of such a task; docs/real_model.md lists the generators that were tried
+    gym_rows        the rows of such a task; docs/measured/real_model.md lists the generators that were tried
     gym_score       its reward: the score that the package's verifier gives, which may be partial credit
     full_marks      1 for the full score, otherwise 0: --reward=tasks.reasoning_gym:full_marks
 """
@@ -40,7 +40,7 @@ def package():
         import reasoning_gym
     except ImportError as error:
         raise InputError(f"task=reasoning_gym:... needs the package reasoning-gym ({error}); "
-                         "docs/real_model.md says how to install it") from error
+                         "docs/measured/real_model.md says how to install it") from error
     return reasoning_gym
 
 

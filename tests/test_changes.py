@@ -262,8 +262,8 @@ def test_rewards_of_steps_are_normalised_together(grpo_process):
 
 
 def test_rewards_of_steps_that_are_normalised_favour_early_ends(grpo_process):
-    """And late ends if the mean reward is below 0, as docs/recipes.md says, which has the lines of the tables."""
-    page = (Path(ROOT) / "docs/recipes.md").read_text()
+    """And late ends if the mean reward is below 0, as docs/measured/methods.md says, which has the lines of the tables."""
+    page = (Path(ROOT) / "docs/measured/methods.md").read_text()
     gradients = {make: unbiased.expected_gradients(make(), ["grpo_process"])["grpo_process", "sequence_sum"]
                  for make in unbiased.PROBLEMS.values()}
     [by_size] = [line for line in unbiased.table_by_size() if "grpo_process" in line]

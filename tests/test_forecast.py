@@ -195,7 +195,7 @@ def large(tmp_path_factory):
 
 
 def test_what_takes_less_where_it_does_not_fit(large):
-    """Each of the settings that docs/speed.md names does."""
+    """Each of the settings that docs/placement.md names does."""
     s = settings(large, engine="vllm", token_budget=32768, prompts_per_step=128,
                  vllm_gpu_memory_utilization=0.9)
     peaks = lambda s, ranks=2: forecast(s, ranks, 9e9, True)
@@ -219,7 +219,7 @@ def test_only_shards_that_exceed_the_device_are_refused(large, monkeypatch):
     assert re.fullmatch(r"forecast of memory per rank: sampling \S+, update \S+ of \S+ GB", line)
     assert len(line) <= 80
     host["SC_PHYS_PAGES"] = 16 * parameters / 2 + 1
-    assert "GB\nIt does not fit: docs/speed.md" in forecast_note(settings(large), 2)
+    assert "GB\nIt does not fit: docs/placement.md" in forecast_note(settings(large), 2)
     host["SC_PHYS_PAGES"] -= 2
     with pytest.raises(ValueError, match=r"alone take .* GB on each of 2 ranks, a device has"):
         forecast_note(settings(large), 2)

@@ -1,4 +1,4 @@
-"""An engine of the user's, the one that docs/recipes.md shows: it samples what the repository's own samples from."""
+"""An engine of the user's, the one that docs/own_engine.md shows: it samples what the repository's own samples from."""
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import runs
 from runs import ROOT, requests
 from test_episodes import SETTINGS
 
-TEXT = (Path(ROOT) / "docs/recipes.md").read_text()
+TEXT = (Path(ROOT) / "docs/own_engine.md").read_text()
 [SHOWN] = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.S) if "class Engine:" in block]
 
 SMALL = {"eval_prompts": 4, "eval_samples": 2, "prompts_per_step": 4, "num_generations": 4, "eval_temperature": 0,

@@ -1,4 +1,4 @@
-"""Whose expected gradient is that of the mean return: bench/unbiased.py, and its tables in docs/recipes.md."""
+"""Whose expected gradient is that of the mean return: bench/unbiased.py, and its tables in docs/measured/methods.md."""
 import itertools
 import math
 import statistics
@@ -98,10 +98,10 @@ def test_two_turns(problems):
 
 
 def test_the_tables_of_the_page():
-    """python -m bench.unbiased prints what docs/recipes.md has."""
+    """python -m bench.unbiased prints what docs/measured/methods.md has."""
     advantages, aggregations = unbiased.tables()
     by_size = unbiased.table_by_size()
-    page = (Path(ROOT) / "docs/recipes.md").read_text()
+    page = (Path(ROOT) / "docs/measured/methods.md").read_text()
     page_lines = []
     assert (len(advantages), len(aggregations)) == (len(losses.ADVANTAGES), len(losses.AGGREGATIONS))
     for line in (*advantages, *aggregations, *by_size):

@@ -6,7 +6,7 @@ used.
     torchrun train_grpo.py config/methods/distill.py --reference_model=TEACHER
 
 Measured with seeds 0 and 1, a teacher of mean@4 0.977: mean@4 rose from 0.264 and 0.244 to 0.980 and 0.980,
-and to 0.95 with 5,632 and 5,120 samples, where GRPO needs 8,192 and 6,656. docs/recipes.md says how.
+and to 0.95 with 5,632 and 5,120 samples, where GRPO needs 8,192 and 6,656. docs/measured/methods.md says how.
 
 TRL:  GKDTrainer with lmbda=1 and beta=1 is close (it takes the whole distribution of the teacher)
 verl: does not have it

@@ -1,4 +1,5 @@
-"""A chain of operations on four digits, a task on which ability grows and methods differ: docs/recipes.md.
+"""A chain of operations on four digits, a task on which ability grows and methods differ
+(docs/measured/methods.md).
 
 The model has read every operation, carried out in a random order. It knows the steps, and GRPO has to find
 the plan: all operations of the prompt, in its order. Chains of two to four operations are trained, chains of

@@ -3,8 +3,8 @@
     torchrun train_grpo.py config/tasks/smollm2.py
     torchrun train_grpo.py config/tasks/smollm2.py --model=out/smollm2    # from the package: bench/smollm2.py
 
-A completion is right if the verifier of reasoning-gym gives it the full score. docs/real_model.md has the
-results, and a warm start after which the model learns differences as well.
+A completion is right if the verifier of reasoning-gym gives it the full score. docs/measured/real_model.md
+has the results, and a warm start after which the model learns differences as well.
 """
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
 task = "reasoning_gym:chain_sum,max_terms=2,max_digits=2"

@@ -5,8 +5,8 @@ dashes), before it calls configure(globals()). If a line between them is `from c
 settings of that file, which has the same form, become settings of the script. A config file is looked for in
 the working directory, then where the script is, then where this file is.
 The type of the default decides which values a setting accepts. Whatever cannot be taken exactly as it is
-written stops the script, because a typo must not cost a training run. check_values applies the rules at the
-end of this file, which say what is refused.
+written stops the script, because a typo must not cost a training run. The rules at the end of this file say
+what else is refused. Those about advantages and losses stand in losses.py.
 """
 import ast
 import atexit
@@ -34,6 +34,8 @@ closing = contextlib.ExitStack()
 atexit.register(closing.close)
 # The settings that config files or the command line have set: {setting: the script's default}.
 overridden = {}
+# The rules of the script's own, which configure was given.
+script_rules = []
 KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
 # The types of settings, and how a message describes the values that a setting of the type accepts
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
@@ -210,11 +212,11 @@ def read_value(literal, kind):
             return kind(value)
 
 
-def configure(namespace, argv=None, choices={}):
+def configure(namespace, argv=None, choices={}, rules=()):
     """Apply the command line to `namespace`, a script's globals(), and return all settings in order.
 
     The settings are the attributes of what it returns. choices: {setting: the values that it may have}; its
-    default may be another value.
+    default may be another value. rules: which of its settings have to fit each other, in the form of RULES.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -247,6 +249,7 @@ def configure(namespace, argv=None, choices={}):
         settings[key] = value
         overridden[key] = default
     namespace.update(settings)
+    script_rules[:] = rules
     return SimpleNamespace(**settings)
 
 
@@ -290,8 +293,8 @@ TINY_DEFAULTS = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_promp
                  "max_completion_length": 64}
 
 # The parameters of a rule are the settings that it reads. Where it is false, the script stops with the first
-# of them and the message. For a training script three numbers are added to the settings: the ranks that train
-# (trainers) and that sample (samplers), and the engines.
+# of them and the message. For a training script runtime/run.py adds three numbers to the settings: the ranks
+# that train (trainers) and that sample (samplers), and the engines.
 RULES = (
     (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
      ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
@@ -323,30 +326,7 @@ RULES = (
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
     (lambda adam_beta1, adam_beta2: max(adam_beta1, adam_beta2) < 1,
      " and adam_beta2={adam_beta2}: both must be below 1"),
-    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),
-    # the loss
-    (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
-     ": with old_logprobs=engine the ratio corrects already"),
-    (lambda correction_high, engine_correction: correction_high == 2 or "mask" in engine_correction
-     or "truncate" not in engine_correction, " bounds a mask; correction_cap bounds a truncation"),
-    (lambda correction_low, correction_high: correction_low < correction_high,
-     " is not below correction_high={correction_high}"),
-    (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
-    (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_estimator:
-     not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_estimator.startswith("k1")),
-     ", but entropy_coef or a KL in the loss moves the policy there too"),
-    # the advantage
-    (lambda num_generations, advantage: num_generations > 1 or advantage in ("reinforce++", "none"),
-     ": advantage={advantage} compares a prompt's completions"),
-    (lambda advantage, kl_estimator, kl_coef:
-     advantage != "none" or kl_coef > 0 and kl_estimator == "k1_advantage",
-     " teaches nothing without kl_estimator=k1_advantage and a kl_coef above 0"),
-    # what a step of DAPO trains on
-    (lambda max_num_gen_batches, advantage:
-     max_num_gen_batches == 0 or advantage not in ("reinforce++", "turns", "none"),
-     " leaves out prompts that teach something with advantage={advantage}"),
-    (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
-     ": more than max_completion_length={max_completion_length}"))
+    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"))
 
 
 def check_values(settings):
@@ -362,7 +342,7 @@ def check_values(settings):
         own_engine = key == "engine" and ":" in value           # file.py:Engine
         check(own_engine or value in CHOICES.get(key, [value]),
               f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
-    for rule, message in RULES:
+    for rule, message in (*RULES, *script_rules):
         names = [*inspect.signature(rule).parameters]
         if values.keys() >= {*names}:
             check(rule(*(values[name] for name in names)),

@@ -517,7 +517,9 @@ def value_loss(value, old_value, ret, value_clip):
     return torch.max(loss, clipped_loss), clipped_loss > loss
 
 
-# The values that these settings may have. configure() refuses all others before a model is loaded.
+# What configure() refuses before a model is loaded: other values of these settings, and settings that do not
+# fit each other. A rule reads the settings that are its parameters. Where it is false, the script stops with
+# the first of them, its value and the message.
 CHOICES = {
     "advantage": ADVANTAGES,
     "loss_type": LOSSES,
@@ -525,3 +527,21 @@ CHOICES = {
     "engine_correction": CORRECTIONS,
     "kl_estimator": ("k2", "k3", "k3+", "k3_is", "k1_reward", "k1_advantage"),
 }
+RULES = (
+    # the loss
+    (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
+     ": with old_logprobs=engine the ratio corrects already"),
+    (lambda correction_high, engine_correction: correction_high == 2 or "mask" in engine_correction
+     or "truncate" not in engine_correction, " bounds a mask; correction_cap bounds a truncation"),
+    (lambda correction_low, correction_high: correction_low < correction_high,
+     " is not below correction_high={correction_high}"),
+    (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
+    (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_estimator:
+     not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_estimator.startswith("k1")),
+     ", but entropy_coef or a KL in the loss moves the policy there too"),
+    # the advantage
+    (lambda num_generations, advantage: num_generations > 1 or advantage in ("reinforce++", "none"),
+     ": advantage={advantage} compares a prompt's completions"),
+    (lambda advantage, kl_estimator, kl_coef:
+     advantage != "none" or kl_coef > 0 and kl_estimator == "k1_advantage",
+     " teaches nothing without kl_estimator=k1_advantage and a kl_coef above 0"))

@@ -92,7 +92,7 @@ correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
+settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)     # by files and --key=value
 
 # ---------------------------------------------------------------- set-up of both roles
 check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)

@@ -85,7 +85,7 @@ correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
+settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)     # by files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over

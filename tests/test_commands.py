@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import configurator
 import runs
 from configurator import check_values, configure
-from losses import CHOICES
-from runs import RECIPES, ROOT
+from losses import CHOICES, RULES
+from runs import RECIPES, ROOT, script_path
 from test_configurator import defaults_of
 from test_docs import BLOCKS, TEXTS, TINY, copy  # noqa: F401
 
@@ -117,7 +117,8 @@ def test_the_settings_of_every_command_are_accepted(monkeypatch):
         script, arguments, ranks = parts(command)
         if script and not re.search("--rise_above=|=spo", command):     # which a diff adds
             training = script.startswith(("train_", "evaluate_"))
-            settings = configure(defaults_of(Path(ROOT, script)), arguments, choices=CHOICES if training else {})
+            settings = configure(defaults_of(Path(ROOT, script_path(script))), arguments, choices=CHOICES if training else {},
+                                 rules=RULES if training else ())
             count += 1
             if training:
                 engines = getattr(settings, "rollout_ranks", 0)
@@ -128,7 +129,7 @@ def test_the_settings_of_every_command_are_accepted(monkeypatch):
 
 def small(script):
     """Settings that make a run small, as far as the script has them."""
-    known = defaults_of(Path(ROOT, script)).keys()
+    known = defaults_of(Path(ROOT, script_path(script))).keys()
     return [one for one in [*TINY, "--save_interval=1", "--max_completion_length=24"]
             if one[2:].partition("=")[0] in known and "mini_batches" not in one]
 

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
+import losses
 from configurator import RULES, check_values, configure
+from runs import DAPO, script_path
 from runtime.run import check_run
 
 SCRIPT = '''"""
@@ -419,13 +421,13 @@ def defaults_of(script):
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
 def test_every_recipe_fits_the_script_that_it_names(recipe):
     root = recipe.parents[2]
-    scripts = [path.name for path in root.glob("train_*.py")]
+    scripts = [path.name for path in root.glob("train_*.py")] + [DAPO]
     names = [name for name in scripts if name in recipe.read_text()] or ["train_grpo.py"]
     names = ["tiny/pretrain.py"] if recipe.read_text().startswith('"""For tiny/pretrain.py') else names
     for name in names:
-        script = defaults_of(root / name)
+        script = defaults_of(root / script_path(name))
         defaults = dict(script)
-        settings = configure(script, [str(recipe)])
+        settings = configure(script, [str(recipe)], rules=losses.RULES)
         assert any(value != defaults[key] for key, value in vars(settings).items())
         if name in scripts:
             check_run(settings, trainers=1)
@@ -435,7 +437,7 @@ def test_each_rule_reads_settings_that_a_script_has():
     """A misspelt setting would leave its rule out for ever."""
     scripts = [{"trainers", "samplers", "engines", *defaults_of(path)}
                for path in Path(__file__).parents[1].glob("*_*.py") if "configure(globals()" in path.read_text()]
-    for rule, message in RULES:
+    for rule, message in (*RULES, *losses.RULES):
         reads = {*inspect.signature(rule).parameters}
         assert any(reads <= settings for settings in scripts), (reads, message)
         assert any({*re.findall(r"{(\w+)}", message)} <= settings for settings in scripts), message
@@ -456,12 +458,13 @@ def test_a_name_that_is_no_parameter_of_its_rule_fails(monkeypatch):
 
 
 def test_bounds_of_a_correction_that_leave_nothing_are_refused(capsys):
-    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--correction_low=3"])
+    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--correction_low=3"],
+                         rules=losses.RULES)
     with pytest.raises(SystemExit):
         check_run(settings, trainers=1)
     assert "correction_low=3.0 is not below correction_high=2.0" in capsys.readouterr().err
     settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"),
-                         ["--engine_correction=token_truncate", "--correction_high=5"])
+                         ["--engine_correction=token_truncate", "--correction_high=5"], rules=losses.RULES)
     with pytest.raises(SystemExit):
         check_run(settings, trainers=1)
     assert "correction_high=5.0 bounds a mask; correction_cap bounds a truncation" in capsys.readouterr().err

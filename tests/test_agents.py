@@ -69,7 +69,7 @@ def player(agent, **settings):
 def played(plays, texts, rows=({},), n=1):
     """The scored rollouts of episodes in which the policy says these texts."""
     scorer = load_scorer(plays.settings, plays, "cpu", torch.float32)
-    rollouts = plays.play(Says(*texts), jobs(prompts_for(rows), n, [0] * len(rows),
+    rollouts = plays.play_jobs(Says(*texts), jobs(prompts_for(rows), n, [0] * len(rows),
                           plays.settings.max_completion_length, 1.0))
     scorer(rollouts)
     return rollouts
@@ -193,7 +193,7 @@ def test_an_agent_that_branches_trains_all_its_rows(hf, folder, write):
     """)
     plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
     scorer = load_scorer(plays.settings, plays, "cpu", torch.float32)
-    rollouts = plays.play(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
+    rollouts = plays.play_jobs(hf, jobs(prompts_for([{}]), 8, [5], 120, 0.8))
     scorer(rollouts)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer

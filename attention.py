@@ -7,14 +7,11 @@ sequences.
 """
 import inspect
 import math
-from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
@@ -56,11 +53,11 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
         length = query.shape[2]
         segments = Segments([length], [np.arange(length)])
     if cut is not None:
-        query = exchange(query, cut.group)                                          # [1, heads / P, T, d]
-        key = exchange(key, cut.group)
-        value = exchange(value, cut.group)
+        query = cut.exchange(query)                                                 # [1, heads / P, T, d]
+        key = cut.exchange(key)
+        value = cut.exchange(value)
         if s_aux is not None:
-            s_aux = s_aux.chunk(cut.group.size())[cut.group.rank()]
+            s_aux = cut.part_of(s_aux)
     if segments.places is not None:
         if "places" not in segments.made:
             segments.made["places"] = torch.from_numpy(segments.places).to(query.device)
@@ -73,7 +70,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     else:
         output = attend_in_turn(query, key, value, scaling, segments, window, fused, softcap, s_aux)
     if cut is not None:
-        output = exchange(output, cut.group)
+        output = cut.exchange(output)
     return output, None
 
 
@@ -176,77 +173,6 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
         scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], dim=3)
     weights = scores.softmax(3)[..., :key.shape[2]]
     return weights.to(value.dtype) @ value
-
-
-# ---------------------------------------------------------------- rows cut over ranks
-# This is Ulysses, https://arxiv.org/abs/2309.14509, for sequences that are too long for one device. With
-# sequence_parallel_size=P each of P neighbouring ranks holds 1 / P of the tokens of a row and computes
-# everything except attention for them. Attention needs the whole row, so before it the ranks exchange tokens
-# for heads: each rank then has all tokens for 1 / P of the heads. After attention they exchange them back.
-# Some losses need all tokens of a sequence. The rank whose sequences the row holds is therefore the leader of
-# its group: it gets the logprobs or values of all parts, [C] as for any micro-batch, and on the other ranks
-# C = 0. Losses and scripts do not notice the cut.
-
-@dataclass
-class Cut:
-    """How a micro-batch is cut over a group of ranks."""
-    group: dist.ProcessGroup
-    leader: int                 # the rank within the group whose sequences these are
-    count: int                  # C on the leader
-    indices: torch.Tensor       # which of these C tokens are predicted in this rank's part, on the CPU
-
-
-def cut_over(group, batch):
-    """Gather the MicroBatches of a group's ranks and return this rank's part of each, in the order of ranks.
-
-    batch: this rank's MicroBatch, on the CPU. The group's size divides its T. A collective of the group.
-    """
-    batches = [None] * group.size()
-    dist.all_gather_object(batches, batch, group)
-    return [part(batch, leader, group) for leader, batch in enumerate(batches)]
-
-
-def part(batch, leader, group):
-    # Returns this rank's part of the leader's MicroBatch.
-    width = batch.input_ids.shape[1] // group.size()
-    start = group.rank() * width
-    stop = start + width
-    indices = ((start <= batch.index) & (batch.index < stop)).nonzero()[:, 0]
-    share = replace(batch, cut=Cut(group, leader, len(batch.index), indices))
-    share.input_ids = batch.input_ids[:, start:stop]
-    share.position_ids = batch.position_ids[:, start:stop]
-    share.index = batch.index[indices] - start
-    share.targets = batch.targets[indices]
-    if batch.kept is not None:
-        share.kept = batch.kept[indices]
-    if group.rank() != leader:
-        share.sequences = []
-        share.lengths = []
-    return share
-
-
-def join(values, cut):
-    """Join values that each rank computed for its part of a row: [C] on the leader, [0] on other ranks.
-
-    The gradient goes back to the rank that computed a value. A collective of the group.
-    """
-    joined = values.new_zeros(cut.count, *values.shape[1:])
-    joined[cut.indices] = values
-    joined = all_reduce(joined, "sum", cut.group)
-    if cut.group.rank() != cut.leader:
-        return joined[:0]
-    return joined
-
-
-def exchange(x, group):
-    """Exchange tokens for heads among P ranks: each gives its [1, a, b / P, d] and gets [1, a / P, b, d].
-
-    Before attention a are the heads and b the tokens. After attention a are the tokens and b the heads. The
-    gradient is exchanged back. A collective of the group.
-    """
-    sent = torch.stack(x.chunk(group.size(), 1))                        # a part for each rank
-    received = all_to_all_single_autograd(sent, None, None, group)      # a part from each rank
-    return torch.cat(received.unbind(), 2)
 
 
 # No mask function is registered by this name, so transformers makes no mask.

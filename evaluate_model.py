@@ -26,7 +26,7 @@ train_file = ""                 # that of a run, whose held-out rows are used: f
 eval_file = ""                  # rows that are all used, in the same form, or NAME=FILE,...: figures by name
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
 reward = ""                     # file.py:function,... or math_verify; if empty, the reward of the task
-from config.conversation import *  # prompts, sampling, reward, episodes
+from config.sampling import *  # prompts, sampling, reward, episodes
 samples = 4                     # completions per problem: the k of mean@k, pass@k, maj@k
 temperature = 1.0               # 0 is greedy
 max_prompt_length = 0           # in tokens, with what an environment adds to a prompt; 0 if it adds nothing

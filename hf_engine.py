@@ -48,23 +48,20 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def step(self):
-        sampling = self.added[0][-4:]                           # temperature, top_p, top_k and min_p
-        requests = [request for request in self.added if request[-4:] == sampling][:self.max_seqs]
-        self.added = [request for request in self.added if request not in requests]
+        requests = self._taken()
+        sampling = requests[0][-4:]                             # temperature, top_p, top_k and min_p
         # [R]: how many tokens each request gets; fewer than max_tokens if it ends by itself
         lengths = torch.tensor([request.max_tokens for request in requests], device=self.device)
         longest = lengths.max().item()
-        # [R, longest]: a uniform number for each token, drawn in advance from the seed of its request.
-        uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))
-                               for request in requests]).to(self.device)
+        uniform = self._drawn(requests, longest)                # [R, longest]
         tokens = torch.zeros_like(uniform, dtype=torch.long)
         logprobs = torch.zeros_like(uniform)
         kept = [[] for _ in requests]                           # of each: what its tokens were drawn from
         stopped = torch.zeros_like(lengths, dtype=torch.bool)   # [R]: True for those that ended by themselves
         count = len(requests)                                   # how many have not ended
-        rows = torch.arange(count, device=self.device)          # the requests that are still computed
+        active = torch.arange(count, device=self.device)        # the requests that are still computed
         cache = DynamicCache(config=self.model.config)
-        ids, mask, row_of = self._left_padded(requests)
+        ids, mask, sequence_of = self._left_padded(requests)
         for t in range(longest):
             if self.signalled:
                 return []
@@ -75,19 +72,19 @@ class HFEngine(Engine):
             logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]
             if t == 0:
-                cache.reorder_cache(row_of)
-                logits = logits[row_of]                                                         # [R, V]
-                mask = mask[row_of]
-            tokens[rows, t], logprobs[rows, t], mask_kept = sample_tokens(
-                logits, uniform[rows, t], *sampling)
+                cache.reorder_cache(sequence_of)
+                logits = logits[sequence_of]                                                    # [R, V]
+                mask = mask[sequence_of]
+            tokens[active, t], logprobs[active, t], mask_kept = sample_tokens(
+                logits, uniform[active, t], *sampling)
             if mask_kept is not None:
-                for i, row_kept in zip(rows.tolist(), mask_kept.cpu().numpy()):
-                    kept[i].append(np.flatnonzero(row_kept).astype(np.int32))
+                for i, token_kept in zip(active.tolist(), mask_kept.cpu().numpy()):
+                    kept[i].append(np.flatnonzero(token_kept).astype(np.int32))
             stops = torch.isin(tokens[:, t], self.eos_ids)
             if self.stop:
-                newest = tokens[rows, max(0, t + 1 - self.stop.reach):t + 1].tolist()
+                newest = tokens[active, max(0, t + 1 - self.stop.reach):t + 1].tolist()
                 completed = [self.stop.completed_by(sampled) for sampled in newest]
-                stops[rows] |= torch.tensor(completed, device=self.device)
+                stops[active] |= torch.tensor(completed, device=self.device)
             stops &= lengths > t                                # no request ends twice
             stopped |= stops
             lengths[stops] = t + 1
@@ -97,29 +94,45 @@ class HFEngine(Engine):
             count = remaining
             if not count:
                 break
-            # Once half of the rows have ended, only the others are computed.
-            if 2 * count <= len(rows):
-                places = alive[rows].nonzero()[:, 0]
-                rows = rows[places]
+            # Once half of the requests have ended, only the others are computed.
+            if 2 * count <= len(active):
+                places = alive[active].nonzero()[:, 0]
+                active = active[places]
                 mask = mask[places]
                 cache.reorder_cache(places)
-            ids = tokens[rows, t][:, None]
+            ids = tokens[active, t][:, None]
             mask = F.pad(mask, (0, 1), value=1)
+        tokens = tokens.tolist()
+        logprobs = logprobs.tolist()
         answers = []
-        for request, length, stops, sampled, logps, sets in zip(
-                requests, lengths.tolist(), stopped.tolist(), tokens.tolist(), logprobs.tolist(), kept):
-            finish_reason = "stop" if stops else "length"
-            answers.append(self._answer(request.name, sampled[:length], logps[:length], finish_reason,
-                                        sets[:length]))
+        for i, length in enumerate(lengths.tolist()):
+            finish_reason = "stop" if stopped[i] else "length"
+            answers.append(self._answer(requests[i].name, tokens[i][:length], logprobs[i][:length],
+                                        finish_reason, kept[i][:length]))
         return answers
+
+    def _taken(self):
+        # Takes queued requests: those that sample like the first.
+        sampling = self.added[0][-4:]
+        requests = [request for request in self.added if request[-4:] == sampling][:self.max_seqs]
+        self.added = [request for request in self.added if request not in requests]
+        return requests
+
+    def _drawn(self, requests, count):
+        # Returns `count` uniform numbers per request, by its seed, so that no other request changes them.
+        numbers = []
+        for request in requests:
+            generator = torch.Generator().manual_seed(request.seed)
+            numbers.append(torch.rand(count, generator=generator))
+        return torch.stack(numbers).to(self.device)
 
     def _left_padded(self, requests):
         # Returns the different sequences of the requests as ids [B, L], their mask, and the sequence of each
         # request, [R]: requests with the same ids share the first forward.
         ids = pad_sequence([torch.tensor(request.ids) for request in requests], batch_first=True,
                            padding_value=-1, padding_side="left").to(self.device)               # [R, L]
-        ids, row_of = ids.unique(dim=0, return_inverse=True)
-        return ids.clamp(min=0), (ids >= 0).long(), row_of
+        ids, sequence_of = ids.unique(dim=0, return_inverse=True)
+        return ids.clamp(min=0), (ids >= 0).long(), sequence_of
 
     @torch.no_grad()
     def _load(self, named_tensors):

@@ -30,13 +30,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig
 
 from configurator import InputError
-from attention import Pick, cut_over, join, packed_attention
+from attention import Pick, packed_attention
 from packing import deal, micro_batch, pack
 from runtime import distributed
 from runtime.model_folder import (check_trainable, end_note, end_tokens, load_tokenizer, model_class,
@@ -192,7 +192,6 @@ class Network(nn.Module):
         self.packed = True                      # whether a row may hold several sequences: see check_same
         self.sequence_group = None              # the ranks that share each row with this one, or None
         self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
-        self.loss_scale = None                  # a number in float16, which runtime/run.py sets
 
     @functools.cached_property
     def decoder(self):
@@ -201,23 +200,6 @@ class Network(nn.Module):
         while part.get_decoder() is not part:
             part = part.get_decoder()
         return part
-
-    def set_loss_scale(self, scale):
-        """From now on, compute gradients `scale` times as large, and divide them by it once they are float32.
-
-        In float16 the layers' gradients would otherwise be 0 below 6e-8. The scale acts before the gradient
-        of the logits is rounded to the layers' dtype. FSDP hands its hook the gradient of one micro-batch, in
-        float32 and summed over the ranks.
-        """
-        def unscale(gradient):
-            gradient.div_(scale)
-
-        if self.loss_scale is None:
-            self.register_forward_hook(scale_gradient)
-        self.loss_scale = scale
-        for part in self.modules():
-            if isinstance(part, FSDPModule):
-                part.set_all_reduce_hook(unscale)
 
     def hidden_states(self, batch):
         """Return the last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
@@ -307,7 +289,7 @@ class Policy(Network):
             self.hidden_states(batch), self.head.weight, self.head.bias, batch.targets, temperature,
             self.scale, self.softcap, batch.kept)
         if batch.cut:
-            return join(logp, batch.cut), join(entropy, batch.cut)
+            return batch.cut.join(logp), batch.cut.join(entropy)
         return logp, entropy
 
     def by_transformers(self, sequences):
@@ -320,19 +302,6 @@ class Policy(Network):
         """Return the same for the sampled tokens of a MicroBatch, as training computes it, [C]."""
         logp, _ = self(batch, 1.0)
         return logp
-
-
-def scale_gradient(network, inputs, outputs):
-    # A hook of a network's forward, in float16: the gradient of each output is loss_scale times as large.
-    def scaled(gradient):
-        if gradient is not None:            # None for an entropy that is only logged
-            return gradient * network.loss_scale
-
-    if not isinstance(outputs, tuple):
-        outputs = [outputs]
-    for output in outputs:
-        if output.requires_grad:
-            output.register_hook(scaled)
 
 
 # ---------------------------------------------------------------- master weights in bfloat16 runs
@@ -386,6 +355,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     while len(batches) < count:
         batches.append(micro_batch([], P))
     if group:
+        from options.sequence_parallel import cut_over
         batches = sum([cut_over(group, batch) for batch in batches], [])
     # A batch leaves the list before it is used, so that what attention made for it is freed after its turn.
     for _ in distributed.progress(range(len(batches)), "micro-batches"):
@@ -676,14 +646,9 @@ def check_same(label, network, P):
     if not gap < CLOSE:
         raise InputError(f"{label}: computed here it differs from what transformers computes by {gap:.2g} "
                          "of the largest value, so another model would be trained")
-    if not packed and P > 1:
-        raise InputError(f"{label}: sequence_parallel_size={P} cannot be used: layers other than attention "
-                         "read earlier tokens, and on each rank they would see only its part of a row")
-    for layer in getattr(config, "per_layer_config", [config]):         # layers may differ, as in Gemma 4
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(layer, key, None) or P
-            if heads % P:
-                raise InputError(f"{label}: sequence_parallel_size={P} does not divide {key}={heads}")
+    if P > 1:
+        from options.sequence_parallel import check_ranks
+        check_ranks(label, config, packed, P)
     if not packed:
         print(f"{label}: in a packed row its sequences would see each other, so each sequence gets a row of "
               "its own, padded to the longest, which takes longer", file=sys.stderr)

@@ -3,7 +3,7 @@ Settings that all training scripts share and few people change. A script takes t
 `from config.shared import *` as if they stood in its own block; --help lists them, --key=value sets them.
 """
 # ------------------------------------------------------------------------------------------------------------
-from config.conversation import *  # prompts, sampling, reward, episodes
+from config.sampling import *  # prompts, sampling, reward, episodes
 # data and reward
 train_prompts = 0               # rows to generate or to take; 0 generates 4096, or takes all not held out
 eval_prompts = 128              # held-out prompts, over all ranks; 0 generates 128, or takes all of them

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from attention import join
 from model import Network, micro_batches, on_all_ranks, shard
 from runtime.model_folder import model_class, read_model, reading
 
@@ -30,7 +29,7 @@ class Critic(Network):
         hidden = self.hidden_states(batch).float()
         values = hidden @ self.head.weight[0].float() + self.head.bias.float()
         if batch.cut:
-            return join(values, batch.cut)
+            return batch.cut.join(values)
         return values
 
     def by_transformers(self, sequences):

@@ -41,7 +41,6 @@ SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "tr
 BATCH = "prompts_per_step", "num_generations"
 RESUMING = {"resume": "", "out_dir": "", "max_steps": 0}        # these change no evaluation
 BOUNDED = "gspo", "gmpo", "cispo", "dppo"       # values of loss_type with clip bounds of their own
-FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
 
 
 # ---------------------------------------------------------------- what a run begins with
@@ -64,7 +63,7 @@ def new_state(settings, clock):
             "position": 0,                  # how many training rows were drawn; the script sets it
             "num_tokens": 0,                # how many tokens the rollouts of all steps had
             "skipped_updates": {},          # {network: how many of its last updates were skipped}
-            "loss_scale": {},               # in float16: {network: what scale_loss was called with}
+            "loss_scale": {},               # in float16: {network: its exponent, of options/float16.py}
             "checksums": {},                # {train_prompts, eval_prompts: CRC-32 of their rows}
             "evaluated": {},                # the figures of the step's evaluation, and the step
             "eval_scores": {},              # {step, as text: best_by}; they choose the best checkpoint
@@ -246,9 +245,8 @@ class Run:
                 self.out_dir, self.script, vars(self.settings) | {"defaults": overridden}, self.state)
         self.log.say(opening_lines)
         if self.settings.dtype == "float16":
-            for place in networks:
-                name = place or "actor"
-                scale_loss(self, name, self.state["loss_scale"].get(name, FIRST_SCALE))
+            from options.float16 import scale_losses
+            scale_losses(self)
         # The engine calls it before and after it samples, and samples no more once engine.signalled is True.
         engine.version = self.first_step
         if self.adapter and self.resumed and engine.name != "none":     # it still has the initial model
@@ -324,8 +322,10 @@ class Run:
         norm: as clip_grad_norm_ returns it. A collective."""
         norm = norm.full_tensor().item()                        # over the shards of all ranks
         finite = math.isfinite(norm)
-        if self.settings.dtype == "float16" and overflows(self, name, finite):
-            return False
+        if self.settings.dtype == "float16":
+            from options.float16 import overflows
+            if overflows(self, name, finite):
+                return False
         figure = "grad_norm" if name == "actor" else f"{name}/grad_norm"
         skipped = int(not finite and dist.get_rank() == 0)      # all ranks skip it, and it counts once
         self.log.add(means={figure: [norm]}, sums={f"{name}/skipped_updates": skipped})
@@ -424,27 +424,6 @@ class Run:
 
 
 # ---------------------------------------------------------------- parts of its methods
-
-def scale_loss(run, name, exponent):
-    """In float16, let a network's loss be scaled by 2 to the power of the whole part of `exponent`."""
-    scale = 2.0 ** int(exponent)
-    run.state["loss_scale"][name] = exponent
-    network, _ = run.networks["" if name == "actor" else name]
-    network.set_loss_scale(scale)
-    return scale
-
-
-def overflows(run, name, finite):
-    """In float16, adapt the loss scale; return whether the gradient was only too large for it."""
-    exponent = run.state["loss_scale"][name]
-    too_large = not finite and exponent >= 1
-    scale = scale_loss(run, name, exponent + 0.01 if finite else max(0, int(exponent) - 1))
-    run.log.metrics[f"{name}/loss_scale"] = scale
-    if too_large:
-        run.log.say(f"step {run.state['step']}: a gradient of the {name} is too large for float16, so its "
-                    f"update is skipped and the loss scale becomes {scale:g}")
-    return too_large
-
 
 def check_state(run):
     """Stop the script if JSON would change what it has put into run.state, or if ranks differ in it. A

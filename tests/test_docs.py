@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
+import config.shared
 import runs
 from packing import deal
 from runs import RECIPES, ROOT
@@ -397,3 +398,14 @@ def test_files_in_runtime_import_nothing_of_the_root_but_configurator():
             elif isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
         assert not {name.partition(".")[0] for name in names} & outside, file
+
+
+def test_the_table_of_options_names_every_file_and_settings_that_exist():
+    table = TEXTS["README.md"].partition("| setting | files in `options/` |\n")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+\.py)`", table)
+    files = {path for path in os.listdir(os.path.join(ROOT, "options")) if path.endswith(".py")} - {"__init__.py"}
+    assert {*named} - {"train_async.py"} == files
+    with open(os.path.join(ROOT, "train_grpo.py")) as file:
+        settings = {*re.findall(r"^(\w+) = ", file.read(), re.M)} | {*vars(config.shared)}
+    asked = re.findall(r"`--(\w+)", table)
+    assert len(asked) > 12 and {*asked} <= settings

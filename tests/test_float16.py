@@ -6,6 +6,7 @@ import torch.distributed as dist
 import runs
 from model import load_policy, micro_batches
 from options.critic import load_critic
+from options.float16 import set_loss_scale
 from runs import change_state, lines, on_ranks, without_times
 from test_lora import some_rollouts
 
@@ -31,7 +32,7 @@ def gradients(path, kind, dtype, scale):
         network = load_policy(path, mesh, dtype, adapter=(3, 0, None) if kind == "lora" else None)
     for part in network.adapters.layers.values() if kind == "lora" else ():
         part.lora_B.data.copy_(0.1)
-    network.set_loss_scale(scale)
+    set_loss_scale(network, scale)
     rollouts = some_rollouts()
     for s in range(dist.get_rank(), len(rollouts), 2 * dist.get_world_size()):
         # The second micro-batch adds to the gradient of the first.

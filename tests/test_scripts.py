@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-import config.conversation
+import config.sampling
 import config.shared
 from runs import ROOT, script_path
 
@@ -23,7 +23,7 @@ METHOD = {
     'reward = ""                     # file.py:function,... or math_verify; if empty, the task\'s own; none: nothing',
     "seed = 0                        # of generated problems, order of rows, sampling"}
 SETTINGS = {"train_grpo.py": config.shared, **dict.fromkeys(OTHERS, config.shared),
-            "evaluate_model.py": config.conversation}
+            "evaluate_model.py": config.sampling}
 
 
 def source_of(script):

@@ -1,5 +1,5 @@
 """
-Attention for packed rows (packing.py): a sequence sees itself and nothing else in the row.
+Attention for packed lines (packing.py): a sequence sees itself and nothing else in the line.
 
 Hugging Face models call packed_attention, under the name "packed", in place of their own attention. It calls
 PyTorch's CUDA kernel for sequences of several lengths if kernel_takes says so, and otherwise loops over the
@@ -36,13 +36,13 @@ def kernel_takes(query, value):
 
 def packed_attention(module, query, key, value, attention_mask, scaling, segments=None, cut=None,
                      sliding_window=None, softcap=None, s_aux=None, position_ids=None, **others):
-    """Compute causal attention inside each sequence of a packed row.
+    """Compute causal attention inside each sequence of a packed line.
 
     query is [1, heads, T, d], key and value may have fewer heads, and the result is [1, T, heads, d]. If
-    there are several rows, all have the same segments; without segments each row is one sequence.
+    there are several lines, all have the same segments; without segments each line is one sequence.
     sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
     explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
-    other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
+    other. If the line is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
     Raises InputError for any tensor that it does not know.
     """
     others["attention_mask"] = attention_mask
@@ -83,7 +83,7 @@ def pick_tokens(x, places):
 
 def attend_by_kernel(query, key, value, scaling, segments, window):
     # Computes all segments in one call of PyTorch's kernel.
-    rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]                      # [T, heads, d]
+    tensors = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]                      # [T, heads, d]
     # window_size: how many tokens before and after a token it sees; -1 stands for all. If a segment has fewer
     # tokens than keys, the kernel aligns their ends: the last token sees the last key.
     longest = max(segments.key_sizes)
@@ -93,19 +93,19 @@ def attend_by_kernel(query, key, value, scaling, segments, window):
     if "offsets" not in segments.made:
         segments.made["offsets"] = (offsets(segments.sizes, query.device),
                                     offsets(segments.key_sizes, query.device))
-    output = varlen.varlen_attn(*rows, *segments.made["offsets"], max(segments.sizes), longest,
+    output = varlen.varlen_attn(*tensors, *segments.made["offsets"], max(segments.sizes), longest,
                                 scale=scaling, window_size=(before, 0), **GROUPED)          # [T, heads, d]
     return output[None]
 
 
 def offsets(sizes, device):
-    # Returns where each part of a row begins, for parts of these sizes, and where the last one ends.
+    # Returns where each part of a line begins, for parts of these sizes, and where the last one ends.
     return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
 
 
 def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap, sinks):
     # Computes the segments one after the other.
-    # The gradient of a slice would be as large as the row, so S slices would cost S * T, which is a tenth of
+    # The gradient of a slice would be as large as the line, so S slices would cost S * T, which is a tenth of
     # the time of an update of 64 short sequences. split has one gradient for all.
     queries = query.split(segments.sizes, 2)
     keys = key.split(segments.key_sizes, 2)
@@ -164,7 +164,7 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, 1)
     value = value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3) * scaling).float()                        # [rows, heads, len, keys]
+    scores = (query @ key.transpose(2, 3) * scaling).float()                       # [lines, heads, len, keys]
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores + mask

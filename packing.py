@@ -1,32 +1,29 @@
 """
-Packed rows: several sequences in one row of tokens, without padding.
+Micro-batches: several sequences packed into one line of tokens, without padding.
 
 A sequence is a prompt, then the tokens that the policy sampled, in one span or in several with other tokens
 between them. A rollout is one sequence, or several if an agent has begun several conversations in an episode.
-A micro-batch is one row of T tokens that holds S sequences, and attention stays inside each of them. If
-several sequences begin with the same tokens, such as the prompt of a group, the row holds these tokens only
+A micro-batch is one line of T tokens that holds S sequences, and attention stays inside each of them. If
+several sequences begin with the same tokens, such as the prompt of a group, it holds these tokens only
 once, because a hidden state depends only on the tokens up to its own. Each sequence adds only the tokens that
-follow. For example, this is the row of the prompt 5 6 with two completions, 7 8 and 9 8:
+follow. For example, this is that of the prompt 5 6 with two completions, 7 8 and 9 8:
 
     input_ids       5 6 7 9     the last token of each sequence is left out: nothing is predicted from it
     position_ids    0 1 2 2
     attention       causal in 5 6 7 and in 5 6 9; 7 and 9 do not see each other
     targets         7 8 9 8     the sampled tokens
-    index           1 2 1 3     the place in the row from which each target is predicted
+    index           1 2 1 3     the place in the line from which each target is predicted
 
 Per-token tensors are flat, [C], and hold only sampled tokens, in the order of the sequences. Entry c belongs
 to sampled token c and is computed from the hidden state one place before it. Prompts and inserted tokens are
 never in them, so there is no mask that could be wrong.
 
-With sequence_parallel_size=P a row is cut, and each of P ranks holds T / P of its tokens. The rank that the
-sequences belong to gets all C logprobs or values; on the other ranks C = 0 (attention.py).
-
-Layers that carry a state from token to token, such as Mamba's, would carry it into the next sequence of a
-row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
+options/sequence_parallel.py cuts micro-batches over ranks, and options/stateful.py makes those of models in
+which several sequences cannot stand in one line.
 """
 import math
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +33,7 @@ import torch
 @dataclass
 class MicroBatch:
     # what the network reads, and where it predicts
-    input_ids: torch.Tensor      # [1, T]; or [S, longest], a row for each sequence
+    input_ids: torch.Tensor      # [1, T]; or [S, longest], a line for each sequence
     position_ids: torch.Tensor   # the same shape: each token's place in its sequence, from 0
     segments: object             # Segments: which tokens attend to which
     index: torch.Tensor          # [C] the place from which each sampled token is predicted
@@ -47,8 +44,8 @@ class MicroBatch:
     # If top_k restricts sampling, the tokens that each sampled token was drawn from, int32 [C, largest set]
     # (options/kept_sets.py).
     kept: torch.Tensor = None
-    # An attention.Cut if this rank has only a part of the row. Then input_ids and position_ids are
-    # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.
+    # A Cut (options/sequence_parallel.py) if this rank has only a part of the line. Then input_ids and
+    # position_ids are [1, T / P], and index and targets hold only what is predicted in this part.
     cut: object = None
 
     def sequence_lengths(self):
@@ -84,7 +81,7 @@ class MicroBatch:
 
 
 # The keys and values of shared tokens are copied for each sequence that sees them, and kept for the backward
-# pass. A row may have at most KEYS * token_budget keys.
+# pass. A line may have at most KEYS * token_budget keys.
 KEYS = 4
 
 
@@ -132,8 +129,8 @@ def prefix_order(sequences):
     return order
 
 
-def row_size(neighbours):
-    """Return the number of tokens in a row of these neighbours in prefix_order's list, without repeated
+def packed_size(neighbours):
+    """Return the number of tokens in a line of these neighbours in prefix_order's list, without repeated
     prefixes."""
     (_, first, _), *others = neighbours
     return first + sum(size - shared for _, size, shared in others)
@@ -153,7 +150,7 @@ def deal(rollouts, chosen, num_ranks):
     for first, _, shared in prefix_order([sequences[s][0] for s in chosen]):
         if shared <= first.index[0]:                            # its prompt is not that of the one before
             groups.append([])
-        size = row_size(prefix_order(sequences[first.s]))       # of all its sequences
+        size = packed_size(prefix_order(sequences[first.s]))       # of all its sequences
         groups[-1].append((first.s, size, shared))
     best_shares = None
     lightest = math.inf
@@ -175,36 +172,37 @@ def largest_first(pieces, num_ranks):
     # tokens the rank with most tokens has.
     shares = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for piece in sorted(pieces, key=row_size, reverse=True):
+    for piece in sorted(pieces, key=packed_size, reverse=True):
         least = loads.index(min(loads))
         shares[least] += [s for s, _, _ in piece]
-        loads[least] += row_size(piece)
+        loads[least] += packed_size(piece)
     return shares, max(loads)
 
 
-# ---------------------------------------------------------------- rows
+# ---------------------------------------------------------------- lines
 
 def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     """Pack rollouts[s] for s in chosen (anything with ids, places and sequence_starts) into few MicroBatches.
 
     Each has at most token_budget tokens and KEYS * token_budget keys, plus padding that makes T a multiple of
     `multiple`. Only a sequence that is longer has more, alone. The targets are exactly the tokens inside the
-    spans, including an EOS token even if padding has the same id. packed=False gives each sequence a row of
+    spans, including an EOS token even if padding has the same id. packed=False gives each sequence a line of
     its own, and its padding counts in the budget.
     """
     order = prefix_order(sequences_of(rollouts, chosen))
     if not packed:
-        return [*rows_of_their_own(order, token_budget)]
-    rows = []
+        from options.stateful import padded
+        return [*padded(order, token_budget)]
+    lines = []
     for sequence, size, shared in order:
-        for row in rows:
-            # The sequences are in order, so from one to the next a row's prefix only gets shorter.
-            row.prefix = min(row.prefix, shared)
-        fitting = [row for row in rows if size - row.prefix <= row.room and size <= row.room_for_keys]
+        for line in lines:
+            # The sequences are in order, so from one to the next a line's prefix only gets shorter.
+            line.prefix = min(line.prefix, shared)
+        fitting = [line for line in lines if size - line.prefix <= line.room and size <= line.room_for_keys]
         if not fitting:
-            fitting = [Row(token_budget, KEYS * token_budget)]
-            rows += fitting
-        # Among the rows with room for it, a sequence goes to the one that holds the longest prefix of it.
+            fitting = [Line(token_budget, KEYS * token_budget)]
+            lines += fitting
+        # Among the lines with room for it, a sequence goes to the one that holds the longest prefix of it.
         best = max(fitting, key=attrgetter("prefix"))           # the first one, if there are several
         best.members.append((sequence, size, best.prefix))
         added = size - best.prefix
@@ -213,13 +211,13 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
         best.pairs += added * size
         best.prefix = size
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
-    rows.sort(key=attrgetter("pairs"), reverse=True)
-    return [micro_batch(row.members, multiple) for row in rows]
+    lines.sort(key=attrgetter("pairs"), reverse=True)
+    return [micro_batch(line.members, multiple) for line in lines]
 
 
 @dataclass
-class Row:
-    """A row in the making."""
+class Line:
+    """A line in the making."""
     room: int               # how many more tokens it may have
     room_for_keys: int      # how many more keys
     prefix: int = 0         # how many tokens the last member has in common with the sequence that comes next
@@ -236,11 +234,11 @@ def micro_batch(members, multiple):
     index = [places]
     targets = [places]
     for sequence, size, shared in members:
-        # The place of each of its tokens in the row. The shared ones stand where the member before has them.
+        # The place of each of its tokens in the line. The shared ones stand where the member before has them.
         places = np.concatenate([places[:shared], np.arange(T, T + size - shared)])
         index.append(places[sequence.index])
         targets.append(sequence.targets)
-        if size > shared:                               # otherwise it adds no token to the row
+        if size > shared:                               # otherwise it adds no token to the line
             ids.append(sequence.ids[shared:])
             positions.append(np.arange(shared, size))
             seen.append(places)
@@ -262,31 +260,12 @@ def joined(arrays):
     return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
-def rows_of_their_own(order, token_budget):
-    # Yields MicroBatches in which each sequence of prefix_order's list has a row. The longest come first, and
-    # all rows of a MicroBatch are as long as its first one.
-    members = sorted(order, key=itemgetter(1), reverse=True)
-    while members:
-        _, longest, _ = members[0]
-        rows = [micro_batch([(sequence, size, 0)], longest)
-                for sequence, size, _ in members[:max(1, token_budget // longest)]]
-        members = members[len(rows):]
-        yield MicroBatch(
-            input_ids=torch.cat([row.input_ids for row in rows]),
-            position_ids=torch.arange(longest).repeat(len(rows), 1),
-            segments=Segments([longest], [np.arange(longest)]),
-            index=torch.cat([row.index + i * longest for i, row in enumerate(rows)]),
-            targets=torch.cat([row.targets for row in rows]),
-            sequences=sum([row.sequences for row in rows], []),
-            lengths=sum([row.lengths for row in rows], []))
-
-
 class Segments:
-    """Which tokens of a packed row attend to which.
+    """Which tokens of a packed line attend to which.
 
-    A segment consists of the tokens that one sequence adds to the row. They attend to the prefix that the
-    sequence shares with others, wherever it stands in the row, and causally to each other. In the row 5 6 7 9
-    above, sizes are 3 1, key_sizes 3 3, and places 0 1 2 | 0 1 3.
+    A segment consists of the tokens that one sequence adds to the line. They attend to the prefix that the
+    sequence shares with others, wherever it stands in the line, and causally to each other. In the line
+    5 6 7 9 above, sizes are 3 1, key_sizes 3 3, and places 0 1 2 | 0 1 3.
     sizes: the number of tokens in each segment; they sum to T. places: for each segment an array with the
     places of the tokens that it attends to, its own at the end. The attribute places has them joined to [K],
     or is None if no tokens are shared.

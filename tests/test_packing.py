@@ -8,7 +8,7 @@ import torch
 import losses
 import packing
 from model import micro_batches
-from packing import deal, micro_batch, pack, prefix_order, row_size, sequences_of
+from packing import deal, micro_batch, pack, prefix_order, packed_size, sequences_of
 from rollout import Rollout
 from runs import split
 from runtime import distributed
@@ -215,7 +215,7 @@ def test_a_beginning_that_a_whole_step_shares_is_computed_once_per_micro_batch(m
     rollouts = [single([1] * 30 + [question] * 5, [rng.randrange(100, 300) for _ in range(6)])
                 for question in range(2, 12) for _ in range(4)]
     order = prefix_order(sequences_of(rollouts, range(40)))
-    assert row_size(order) == 30 + 10 * 5 + 40 * 5 == computed(rollouts, range(40))
+    assert packed_size(order) == 30 + 10 * 5 + 40 * 5 == computed(rollouts, range(40))
     (batch,) = pack(rollouts, rng.sample(range(40), 40), 280)
     assert batch.input_ids.shape == (1, 280)
     batches = pack(rollouts, range(40), 30 + 3 * 25)
@@ -402,7 +402,7 @@ def test_a_rank_gets_rollouts_with_all_their_rows(num_ranks):
             rollouts.append(rows_of_parts(row(prompt), *(row(rng.randrange(300)) for _ in range(prompt % 4))))
     shares = deal(rollouts, range(160), num_ranks)
     assert sorted(sum(shares, [])) == [*range(160)]
-    loads = [row_size(prefix_order(sequences_of(rollouts, share))) for share in shares]
+    loads = [packed_size(prefix_order(sequences_of(rollouts, share))) for share in shares]
     assert max(loads) < 1.1 * sum(loads) / num_ranks
 
 

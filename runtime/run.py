@@ -104,14 +104,18 @@ def read_state(resumed, state, settings, script):
 def may_not_fit(folder, settings):
     """Return whether a run with the model in a folder may need more memory than there is, by a rough count.
 
-    On a GPU it may, and with a model from the hub. On a CPU a rank has 16 bytes per parameter for weight,
-    gradient and Adam's moments, and activations of each token of a micro-batch. A file has at least two.
+    On a GPU it may, and for a kind of model that this cannot count. On a CPU a rank has 16 bytes
+    per parameter for weight, gradient and Adam's moments, and activations of each token of a micro-batch.
     """
-    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    H = getattr(read_config(folder).get_text_config(), "hidden_size", 0)
-    if torch.cuda.is_available() or not size or not H:
+    config = read_config(folder).get_text_config()
+    keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
+    V, H, inside, layers = (getattr(config, key, None) for key in keys)
+    experts = any(key.startswith("num_") and "expert" in key for key in vars(config))
+    if torch.cuda.is_available() or experts or None in (V, H, inside, layers):
         return True
-    size *= (1 + hasattr(settings, "critic_model")) * (8 + 5 * settings.token_budget / H)
+    parameters = V * H + layers * H * (4 * H + 3 * inside)
+    networks = 1 + hasattr(settings, "critic_model")
+    size = networks * parameters * (16 + 10 * settings.token_budget / H)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return size > host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2
 

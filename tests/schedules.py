@@ -1093,7 +1093,7 @@ class Modules:
             "options.placement": self.placement,
             "runtime.run": SimpleNamespace(Run=begun, check_run=self.run.check_run),
             "losses": SimpleNamespace(
-                CHOICES={}, ADVANTAGES={"reinforce++": lambda scores, *_, **__: scores}, group_std=None,
+                CHOICES={}, RULES=(), ADVANTAGES={"reinforce++": lambda scores, *_, **__: scores}, group_std=None,
                 sequence_weights=lambda *_: None),
             "model": SimpleNamespace(
                 deal_to_ranks=trained_on, load_policy=load_policy, make_optimizer=lambda *_: optimizer,

@@ -113,6 +113,7 @@ def shortened(script, *arguments):
     """A command that is short, without a real model and what it needs."""
     small = [one for one in TINY if "ppo" not in script or "num_mini_batches" not in one]
     arguments = [one for one in arguments if not re.search("prompts_per_step|MODEL|gsm8k", one)]
+    arguments += ["--overlong_buffer=4"] * ("dapo" in script)
     return [script, *runs.with_defaults(arguments, dict(one[2:].split("=") for one in small) | {"max_steps": 2})]
 
 

@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 
@@ -9,7 +10,7 @@ import mpmath
 import pytest
 
 from bench import methods
-from runs import ROOT, forked, load_rows, refused
+from runs import ROOT, forked, load_rows, refused, script_path
 
 # ---------------------------------------------------------------- statistics
 
@@ -196,7 +197,7 @@ def test_every_method_has_a_script_and_its_recipe():
     for command in methods.METHODS.values():
         script, *arguments = command.replace("-m bench.trl_grpo", "bench/trl_grpo.py").split()
         for name in [script, *(one for one in arguments if one.endswith(".py"))]:
-            with open(f"{ROOT}/{name}"):
+            with open(os.path.join(ROOT, script_path(name))):
                 pass
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runs import kept_rollouts, with_defaults
+from runs import kept_rollouts, script_path, with_defaults
 from test_changes import logprobs, of_groups
 from test_train_dapo import PLAIN, dapo
 from test_train_grpo import REAL, train
@@ -90,7 +90,7 @@ def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
     ("train_async.py", ["--max_staleness=0"])])
 def test_a_kl_in_the_loss_after_an_update_at_another_temperature(folder, reward_file, tmp_path, script, own):
     """The engine is off by 0.05, which weighs the policy's loss, and not the KL."""
-    (tmp_path / "shifted.py").write_text(SHIFTED.replace("SCRIPT", script))
+    (tmp_path / "shifted.py").write_text(SHIFTED.replace("SCRIPT", script_path(script)))
     (_, line, _), _ = train(folder, tmp_path / "run", reward_file, *own, "--temperature=0.7", "--kl_coef=0.5",
                             "--engine_correction=token_truncate", "--logprob_gap=1", "--learning_rate=3e-3",
                             script=tmp_path / "shifted.py", ranks=1 + (script == "train_async.py"))

@@ -25,7 +25,7 @@ import os
 import random
 from collections import defaultdict
 
-import runtime  # noqa: F401               It comes before torch, because it sets what torch reads.
+from runtime import distributed  # noqa: F401      It comes before torch, because it sets what torch reads.
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm

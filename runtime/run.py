@@ -376,7 +376,8 @@ class Run:
         if group_std:
             engines = getattr(self.engine, "engines", self.world_size)
             log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
-            if metrics.failures(rollouts):
+            # An episode that went wrong may have a score all the same.
+            if metrics.failures(rollouts) or any("problem" in r.counts for r in rollouts):
                 from options.failures import report_failures
                 report_failures(rollouts, log, step)
             samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)

@@ -986,7 +986,7 @@ class Modules:
         history = world.history
         settings = world.plan.settings
 
-        def configure(namespace, choices):
+        def configure(namespace, choices, rules):
             if self.keys is None:
                 self.keys = [*vars(configurator.configure(namespace, [], choices))]
             values = {key: namespace[key] for key in self.keys} | vars(settings)

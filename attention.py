@@ -41,9 +41,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     query is [1, heads, T, d], key and value may have fewer heads, and the result is [1, T, heads, d]. If
     there are several lines, all have the same segments; without segments each line is one sequence.
     sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
-    explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
-    other. If the line is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
-    Raises InputError for any tensor that it does not know.
+    options/explicit_attention.py. There is no T x T mask: the work grows with the pairs of tokens in which
+    one sees the other. If the line is cut over P ranks, query is [1, heads, T / P, d] and the result
+    [1, T / P, heads, d]. Raises InputError for any tensor that it does not know.
     """
     others["attention_mask"] = attention_mask
     for name, argument in others.items():
@@ -128,6 +128,7 @@ def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap,
             output = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=alone, scale=scaling, enable_gqa=True)
         else:
+            from options.explicit_attention import explicit_attention
             output = explicit_attention(q, k, v, mask, scaling, softcap, sinks)
         outputs.append(output)
     return torch.cat(outputs, dim=2).transpose(1, 2)
@@ -152,27 +153,6 @@ class Pick(torch.autograd.Function):
         total = gradient.new_zeros(ctx.length, gradient.shape[1], dtype=wide)
         total.index_add_(0, places, gradient.to(wide))
         return total.to(gradient.dtype), None
-
-
-def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=None):
-    """Compute attention by its formula, where no fused kernel does it. The memory grows with len^2.
-
-    mask: a tensor to add to the scores. softcap: a score becomes softcap * tanh(score / softcap) (Gemma 2,
-    https://arxiv.org/abs/2408.00118). sinks [heads]: each softmax has this additional score, which belongs to
-    no value (gpt-oss).
-    """
-    groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, 1)
-    value = value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3) * scaling).float()                       # [lines, heads, len, keys]
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores + mask
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1)
-        scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], dim=3)
-    weights = scores.softmax(3)[..., :key.shape[2]]
-    return weights.to(value.dtype) @ value
 
 
 # No mask function is registered by this name, so transformers makes no mask.

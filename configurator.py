@@ -253,18 +253,6 @@ def configure(namespace, argv=None, choices={}, rules=()):
     return SimpleNamespace(**settings)
 
 
-def source_of(spec):
-    """Return where a spec loads from: a module, or a file's path in STARTED_IN or else in the project."""
-    path = spec
-    if not spec.endswith(".py"):
-        path = spec.rpartition(":")[0]
-    if not path.endswith(".py"):
-        return path
-    here = os.path.join(STARTED_IN, path)
-    project = os.path.dirname(__file__)
-    return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
-
-
 def specs(text):
     """Return the specs in a setting such as "file.py:name,other.py:name"."""
     return [part.strip() for part in text.split(",") if part.strip()]
@@ -325,8 +313,7 @@ RULES = (
     (lambda num_mini_batches, prompts_per_step, num_generations:
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
     (lambda adam_beta1, adam_beta2: max(adam_beta1, adam_beta2) < 1,
-     " and adam_beta2={adam_beta2}: both must be below 1"),
-    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"))
+     " and adam_beta2={adam_beta2}: both must be below 1"))
 
 
 def check_values(settings):

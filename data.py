@@ -185,38 +185,11 @@ class Prompts:
 
     def check(self):
         """Raise InputError now, and not after hours, for a row that an environment or the template refuses.
-
-        Of the rows whose messages have the same roles, and calls in the same places, the first is tried, and
-        the first of those that have tools.
         """
         s = self.s
-        template = str(self.tokenizer.chat_template)
-        tried = set()
-        for name, row in self.rows:
-            prompt = row["prompt"]
-            messages = [] if isinstance(prompt, str) else prompt
-            tools = row.get("tools")
-            kind = bool(tools), *((message["role"], "tool_calls" in message) for message in messages)
-            if kind in tried:
-                continue
-            tried.add(kind)
-            # What replies to the model would have no place in other prompts.
-            if (s.environment or s.tools) and (tools or not messages or messages[-1]["role"] == "assistant"):
-                raise InputError(f"{name}: an environment and tools need prompts that are lists of messages, "
-                                 "the last one not the assistant's, and rows without tools")
-            render = functools.partial(as_text, self.tokenizer, name, prompt, s.chat, s.system_prompt)
-            text = render(tools or self.tools)
-            if tools and text == render(None):
-                raise InputError(f"{name}: a row's tools need messages and a chat template with a place for "
-                                 "them")
-            for message in [{"role": "system", "content": s.system_prompt}, *messages]:
-                left_out = message["content"].strip() not in text
-                # A template may shorten an earlier answer and rewrite what a tool has returned, but it has to
-                # write the calls.
-                if message["role"] in ("assistant", "tool"):
-                    left_out = "tool_calls" in message and "tool_calls" not in template
-                if left_out:
-                    raise InputError(f"{name}: the chat template leaves out {message!r:.200}")
+        if s.task == "file" or s.environment or s.tools or s.system_prompt or s.chat_template:
+            from options.row_checks import check_rows
+            check_rows(self)
 
 
 def load_prompts(tokenizer, settings, tools=None):

@@ -102,10 +102,12 @@ class HFEngine(Engine):
                 cache.reorder_cache(places)
             ids = tokens[active, t][:, None]
             mask = F.pad(mask, (0, 1), value=1)
-        tokens = tokens.tolist()
-        logprobs = logprobs.tolist()
+        return self._answers(requests, tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped, kept)
+
+    def _answers(self, requests, tokens, logprobs, lengths, stopped, kept):
+        # Returns the Answers to the requests. For request i tokens and logprobs hold lengths[i], then zeros.
         answers = []
-        for i, length in enumerate(lengths.tolist()):
+        for i, length in enumerate(lengths):
             finish_reason = "stop" if stopped[i] else "length"
             answers.append(self._answer(requests[i].name, tokens[i][:length], logprobs[i][:length],
                                         finish_reason, kept[i][:length]))

@@ -1,11 +1,11 @@
 """
-The policy: how it is loaded and sharded by FSDP2, and what it computes for packed rows.
+The policy: how it is loaded and sharded by FSDP2, and what it computes for micro-batches.
 
     open_folders     reads what a run needs from its models' folders before it loads weights
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
     load_reference   the frozen Policy with which a KL compares the trained one
     deal_to_ranks    says which rollouts this rank computes
-    micro_batches    makes packed rows (packing.py) of rollouts, the same number on every rank
+    micro_batches    packs rollouts into micro-batches (packing.py), the same number on every rank
     token_logprobs   computes a policy's logprobs of the sampled tokens of rollouts, without gradient
     head_logits      computes the logits of a model's output head, for both the trainer and the engine
 
@@ -189,8 +189,8 @@ class Network(nn.Module):
     def __init__(self, hf):
         super().__init__()
         self.hf = hf
-        self.packed = True                      # whether a row may hold several sequences: see check_same
-        self.sequence_group = None              # the ranks that share each row with this one, or None
+        self.packed = True                      # whether a line may hold several sequences: see check_same
+        self.sequence_group = None              # the ranks that share each line with this one, or None
         self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
 
     @functools.cached_property
@@ -204,7 +204,7 @@ class Network(nn.Module):
     def hidden_states(self, batch):
         """Return the last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
 
-        If the row is cut over ranks, these are the places in this rank's part.
+        If the line is cut over ranks, these are the places in this rank's part.
         """
         hidden = self.decoder(
             input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments,
@@ -221,12 +221,11 @@ class Network(nn.Module):
                 if not self.adapters or name.endswith((".lora_A", ".lora_B"))}
 
     @torch.no_grad()
-    def begin_training(self, dtype):
+    def begin_training(self, spread):
         """Make the network ready for an optimizer, once the script has frozen what it does not train.
 
-        Raises InputError if a checkpoint would not hold all that is trained. In bfloat16 the master weights
-        are moved (spread_masters), except frozen ones. dtype: the one that layers compute in. A
-        collective.
+        Raises InputError if a checkpoint would not hold all that is trained. spread: whether to move the
+        master weights (spread_masters), except frozen ones. A collective.
         """
         saved = {*self.saved_parameters().values()}
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
@@ -235,7 +234,7 @@ class Network(nn.Module):
             raise InputError(f"{', '.join(lost[:3])}: trained, but no checkpoint would hold it. Freeze it by "
                              "requires_grad_(False), or train it in a network of its own, as train_ppo.py "
                              "does with the critic")
-        if self.adapters or dtype != torch.bfloat16:
+        if self.adapters or not spread:
             return
         for parameter in trained.values():
             whole = parameter.full_tensor()
@@ -292,11 +291,10 @@ class Policy(Network):
             return batch.cut.join(logp), batch.cut.join(entropy)
         return logp, entropy
 
-    def by_transformers(self, sequences):
-        """Return the logprobs that transformers computes of the tokens of sequences [S, L], except the first
-        of each, [S, L - 1]."""
-        logits = self.hf(input_ids=sequences, use_cache=False).logits[:, :-1]
-        return logits.float().log_softmax(-1).gather(2, sequences[:, 1:, None])[:, :, 0]
+    def by_transformers(self, ids):
+        """Return the logprobs of all tokens of a sequence but the first, by transformers, [L - 1]."""
+        logits = self.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
     def by_training(self, batch):
         """Return the same for the sampled tokens of a MicroBatch, as training computes it, [C]."""
@@ -339,7 +337,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
     The network is sharded, so its forward and backward are collectives. A rank that has fewer MicroBatches
     than another therefore also gets idle ones. These predict nothing, so their per-token tensors are empty.
-    If rows are cut over P ranks, each of these ranks gets its part of all P ranks' MicroBatches, one after
+    If lines are cut over P ranks, each of these ranks gets its part of all P ranks' MicroBatches, one after
     the other. This function is a collective as well.
     """
     device = next(network.parameters()).device
@@ -406,9 +404,9 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
 def open_folders(settings, longest, resumed=None, clock=None):
     """Read what a run needs from its models' folders before it loads weights.
 
-    settings: a script's. longest: the number of tokens in its longest row. resumed: the checkpoint that the
-    run resumes, or None. clock: when the run began, for chat templates that print the date. The result has
-    the attributes
+    settings: a script's. longest: the number of tokens in its longest sequence. resumed: the checkpoint that
+    the run resumes, or None. clock: when the run began, for chat templates that print the date. The result
+    has the attributes
         policy       the folder or hub id that the policy is loaded from
         reference    the same, if the script has the setting reference_model
         critic       the same, if the script has the setting critic_model
@@ -444,7 +442,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
                 adapter=None, trained=True):
     """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
-    sequence_group: the ranks that share each row with this one, or None. adapter: None, or the arguments of
+    sequence_group: the ranks that share each line with this one, or None. adapter: None, or the arguments of
     lora.adapt after the layers; then everything except the adapters is frozen, in dtype. trained: False for a
     reference model. It needs no gradient, so its weights are in dtype as well, which in bfloat16 takes half
     the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32. Raises
@@ -480,7 +478,7 @@ def on_all_ranks(label, read, sequence_group):
 
     On the other ranks its parameters are on the meta device, without numbers. An InputError of rank 0 is
     raised on every rank. label: the beginning of its message, such as "model=tiny". sequence_group: the ranks
-    that share each of its rows, or None. A collective.
+    that share each of its lines, or None. A collective.
     """
     result = None                           # a copy of the network without numbers, or the InputError
     if dist.get_rank() == 0:
@@ -521,6 +519,7 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
         # Attention reads Python objects that change with each micro-batch.
         AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
     elif mesh.device_type == "cuda":
+        from options.fused_norms import fuse_norms
         fuse_norms(network)
     for layer in layers:
         if torch_compile:
@@ -547,48 +546,18 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
     return network
 
 
-def fuse_norms(network):
-    """Let PyTorch's kernel compute the RMS norms whose formula is the same.
-
-    transformers computes a norm in steps, and each keeps a float32 copy for the backward pass. On an H100 an
-    update of Qwen3-0.6B's shape took 22% less time with the kernel, and 35 GB instead of 44.
-    """
-    for part in network.modules():
-        if type(part).__name__.endswith("RMSNorm") and hasattr(part, "variance_epsilon"):
-            trial = copy.deepcopy(part).to_empty(device="cpu").float()
-            nn.init.uniform_(trial.weight)
-            x = torch.rand_like(trial.weight)
-            if torch.allclose(trial(x), rms_norm(trial, x)):    # False for Gemma, whose factor is 1 + weight
-                part.forward = functools.partial(rms_norm, part)
-
-
-def rms_norm(part, hidden):
-    return F.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
-
-
 def make_optimizer(network, learning_rate, settings):
     """Return AdamW for the parameters of a network.
 
-    settings: a script's, of which this reads weight_decay, adam_beta1, adam_beta2 and offload_optimizer. The
-    last one keeps the moments in host memory except while the optimizer steps. Adam's moments are 8 bytes per
-    parameter, spread over the ranks. The GPU then has that memory for activations and the engine; the moments
-    cross the bus twice per update.
+    settings: a script's, of which this reads weight_decay, adam_beta1, adam_beta2 and offload_optimizer.
+    Adam's moments are 8 bytes per parameter, spread over the ranks.
     """
     optimizer = torch.optim.AdamW(
         network.parameters(), learning_rate, (settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay, fused=True)
-    device = next(network.parameters()).device
-
-    def move(target, *_):
-        for state in optimizer.state.values():
-            for name in state.keys() - {"step"}:
-                state[name] = state[name].to(target)
-
     if settings.offload_optimizer:
-        to_host = functools.partial(move, "cpu")
-        optimizer.register_step_pre_hook(functools.partial(move, device))
-        optimizer.register_step_post_hook(to_host)
-        optimizer.register_load_state_dict_post_hook(to_host)       # for a resumed run
+        from options.offload import keep_on_host
+        keep_on_host(optimizer)
     return optimizer
 
 
@@ -621,20 +590,20 @@ def set_rates(optimizer, name, step, steps, kind, warmup):
 
 @torch.no_grad()
 def check_same(label, network, P):
-    """Compare a network with transformers; return whether one of its rows may hold several sequences.
+    """Compare a network with transformers; return whether a line of tokens may hold several sequences.
 
     network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
-    are computed in one packed row and, if that differs, each in a row of its own. Raises InputError if that
-    differs as well, if the network does not run, or if P ranks cannot share its rows.
+    are computed in one packed line and, if that differs, each in a line of its own. Raises InputError if that
+    differs as well, if the network does not run, or if P ranks cannot share its lines.
     """
     config = network.hf.config.get_text_config()
     ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
     sequences = [ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:]]
     try:
-        expected = by_transformers(network, sequences)
+        expected = torch.cat([network.by_transformers(torch.tensor(ids).long()) for ids in sequences])
         network.hf.set_attn_implementation("packed")
         for packed in (True, False):
-            gap = (by_rows(network, sequences, packed) - expected).abs().max() / expected.abs().max()
+            gap = (by_training(network, sequences, packed) - expected).abs().max() / expected.abs().max()
             if gap < CLOSE:                                             # False if it is NaN
                 break
     except Exception as error:
@@ -650,22 +619,14 @@ def check_same(label, network, P):
         from options.sequence_parallel import check_ranks
         check_ranks(label, config, packed, P)
     if not packed:
-        print(f"{label}: in a packed row its sequences would see each other, so each sequence gets a row of "
-              "its own, padded to the longest, which takes longer", file=sys.stderr)
+        print(f"{label}: in a packed line its sequences would see each other, so each sequence gets a line "
+              "of its own, padded to the longest, which takes longer", file=sys.stderr)
     return packed
 
 
-def by_transformers(network, sequences):
-    """Return what transformers computes of sequences of at most 14 tokens: a policy's logprobs, [C], or a
-    critic's hidden states, [C, H], of all tokens except the first of each."""
-    # No token sees what follows it, so a short sequence may be repeated up to the others' length.
-    rows = torch.tensor(np.stack([np.resize(ids, 14) for ids in sequences])).long()
-    values = network.by_transformers(rows)
-    return torch.cat([row[:len(ids) - 1] for row, ids in zip(values, sequences)])
-
-
-def by_rows(network, sequences, packed):
-    """Return the same as by_transformers, but computed as in training. packed: see packing.pack."""
+def by_training(network, sequences, packed):
+    """Return the same of all sequences as a network's by_transformers, but computed as in training.
+    packed: see packing.pack."""
     rollouts = [SimpleNamespace(ids=ids, places=np.arange(1, len(ids)), sequence_starts=np.array([[0, 0, 1]]))
                 for ids in sequences]
     values = {}

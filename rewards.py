@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from fractions import Fraction
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from configurator import InputError, specs
@@ -90,22 +89,16 @@ class Result(NamedTuple):
     unscored: bool = False      # whether the completion has no score, unless the weight of the parts is 0
 
 
-def columns_of(rollouts, settings):
-    """Return the columns that a reward may take, as in TRL. Of the data set's columns these are the ones that
-    all rows have."""
+def columns_of(rollouts):
+    """Return the columns that a reward may take. Of the data set's columns these are the ones that all rows
+    have."""
     rows = [r.row for r in rollouts]
     columns = {}
     for key in rows[0]:
         if key != "prompt" and all(key in row for row in rows):
             columns[key] = [row[key] for row in rows]
-    max_steps = getattr(settings, "max_steps", 0)
-    # The version of the weights is the number of steps that they were trained for.
-    states = [SimpleNamespace(global_step=max(r.sampled_by), max_steps=max_steps) for r in rollouts]
-    # The prompt ends at spans[0, 0], where the first sampled tokens begin.
-    return columns | {
-        "prompts": [row["prompt"] for row in rows],
-        "completions": [r.completion for r in rollouts],
-        "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
+    return columns | {"prompts": [row["prompt"] for row in rows],
+                      "completions": [r.completion for r in rollouts]}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -211,7 +204,7 @@ class Scorer:
 
     def _score(self, rollouts):
         # Scores rollouts. Returns what the sources gave.
-        columns = columns_of(rollouts, self.settings)
+        columns = columns_of(rollouts)
         named_results = []
         for source in self.sources:
             named_results += source(rollouts, columns)

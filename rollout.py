@@ -26,7 +26,6 @@ nats, belong to the distribution that was sampled from, after temperature, min_p
 order. Each request has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU
 the batch may change how logits are rounded, and with that a token.
 """
-import copy
 import importlib.util
 import itertools
 import math
@@ -97,19 +96,6 @@ class Rollout:
         """
         self.kept_ids = np.concatenate(sets)
         self.kept_sizes = np.array([len(ids) for ids in sets], np.int32)
-
-    def behind(self, prompt_ids):
-        """Return a copy in which the first sequence has another prompt. All tokens that were sampled, and the
-        sets that they were drawn from, stay the same."""
-        length = len(self.prompt_ids)
-        shift = len(prompt_ids) - length
-        variant = copy.copy(self)
-        variant.ids = np.array([*prompt_ids, *self.ids[length:]], np.int32)
-        variant.spans = self.spans + shift
-        variant.sequence_starts = self.sequence_starts.copy()
-        variant.sequence_starts[0, 2] += shift
-        variant.sequence_starts[1:, 0] += shift
-        return variant
 
     @property
     def score(self):

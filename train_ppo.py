@@ -73,7 +73,9 @@ loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), const
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)     # by files and --key=value
+settings = configure(globals(), choices=losses.CHOICES, rules=(                 # by files and --key=value
+    *losses.RULES,
+    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step")))
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over

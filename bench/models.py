@@ -204,7 +204,7 @@ def outcome(family, engine, dtype="auto", path=""):
     if "No module named 'torchvision'" in said and not path:
         return outcome(family, engine, dtype, out_dir)
     notes = [note for note, applies in {
-        "in bfloat16": dtype == "bfloat16", "a sequence per row": "a row of its own" in said,
+        "in bfloat16": dtype == "bfloat16", "a sequence per row": "a line of its own" in said,
         "needs torchvision": path}.items() if applies]
     if result.returncode == 0:
         with open(os.path.join(run, "metrics.jsonl")) as file:

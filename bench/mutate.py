@@ -37,8 +37,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest
 
-TESTS = {"losses.py": ["test_losses.py"], "packing.py": ["test_packing.py", "test_model.py"],
-         "weights.py": ["test_rollout.py", "test_lora.py", "test_loading.py"], "data.py": ["test_data.py", "test_reasoning_gym.py"]}
+# The tests of files that have others than a file of their own name, such as tests/test_losses.py
+TESTS = {"packing.py": ["test_packing.py", "test_model.py"], "data.py": ["test_data.py", "test_reasoning_gym.py"],
+         "weights.py": ["test_rollout.py", "test_lora.py", "test_loading.py"],
+         **dict.fromkeys(["options/files.py", "options/file_formats.py", "options/foreign_rows.py",
+                          "options/row_checks.py"], ["test_data.py"]),
+         **dict.fromkeys(["options/user_rewards.py", "options/verl_rewards.py", "options/user_code.py"],
+                         ["test_rewards.py"])}
 WORK = Path(tempfile.mkdtemp(prefix="mutate-"))
 OPERATORS = {ast.Add: [ast.Sub], ast.Sub: [ast.Add], ast.Mult: [ast.Div], ast.Div: [ast.Mult],
              ast.FloorDiv: [ast.Div], ast.Mod: [ast.Mult], ast.Pow: [ast.Mult], ast.BitAnd: [ast.BitOr],
@@ -282,7 +287,7 @@ class Mutants:
 def main(file, sample="0", seed="0", part="1/1", only=""):
     os.chdir(ROOT)
     mutants = Mutants(file, int(sample), int(seed), part, only)
-    tests = [f"tests/{name}" for name in TESTS[file]]
+    tests = [f"tests/{name}" for name in TESTS.get(file, [f"test_{Path(file).name}"])]
     code = pytest.main([*tests, "-p", "no:cacheprovider", f"--basetemp={WORK}/tests"], plugins=[mutants])
     shutil.rmtree(WORK, ignore_errors=True)
     if code:

@@ -25,8 +25,10 @@ adam_beta1 = 0.9                # AdamW's mean of the gradients keeps this part 
 adam_beta2 = 0.95               # and its mean of their squares this part. PPO's critic has all three as well
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
 dtype = "auto"                  # float32, bfloat16, float16 (with a loss scale), or auto: bfloat16 on CUDA;
-                                # master weights are float32. Before a run in bfloat16 each trained one is
-                                # moved by less than bfloat16 can show (docs/measured/speed.md)
+                                # master weights are float32
+spread_masters = True           # before a run in bfloat16, move each trained master weight by less than
+                                # bfloat16 can show, so that small steps change some of the weights that it
+                                # computes with (docs/measured/speed.md); adapters never need it
 torch_compile = False           # compile the layers; docs/measured/speed.md says what that saved on an H100
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences

@@ -32,10 +32,10 @@ class Critic(Network):
             return batch.cut.join(values)
         return values
 
-    def by_transformers(self, sequences):
-        """Return the decoder's hidden states of sequences [S, L] by transformers, [S, L, H]. A new head would
-        return 0 for any of them."""
-        return self.decoder(input_ids=sequences, use_cache=False).last_hidden_state
+    def by_transformers(self, ids):
+        """Return the decoder's hidden states of all tokens of a sequence but the last, by transformers,
+        [L - 1, H]. A new head would return 0 for any of them."""
+        return self.decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
 
     def by_training(self, batch):
         """Return the same where the sampled tokens of a MicroBatch are predicted, [C, H]."""

@@ -54,9 +54,10 @@ class EpisodeScorer(Scorer):
     def _score_ended(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one. environment: with an agent its
         # agents.AgentSession.
-        columns = columns_of([rollout], self.settings) | {"environments": [environment]}
         if self.user_rewards:
-            from options.user_rewards import score_completions
+            from options.user_rewards import more_columns, score_completions
+            columns = more_columns(columns_of([rollout]), [rollout], self.settings)
+            columns["environments"] = [environment]
             for reward in self.user_rewards.at_end:
                 results = score_completions(reward, columns, reward_errors=self.settings.reward_errors)
                 rollout.results += self.user_rewards.with_tokens(results, [rollout])

@@ -55,15 +55,14 @@ class Episode:
     conversation   the episode as tokens
     finish_reason  "" as long as the episode goes on; EpisodeSampler.play_jobs lists the other values
     instance       the instance of the environment that plays, or None
-    session        the agents.AgentSession of the agent that plays, or None. It sets asking. At the end it
-                   also sets conversation, in which it joins the agent's sequences of tokens; the prompt in
-                   row, which is that of the sequence with the most sampled tokens; and finish_reason.
-    asking         the agents.Question of the agent that the engine is answering, or None
+    session        the agents.AgentSession of the agent that plays, or None. It sets asking, the Question of
+                   the agent that the engine is answering, or None. At the end it also sets conversation, in
+                   which it joins the agent's sequences of tokens; the prompt in row, which is that of the
+                   sequence with the most sampled tokens; and finish_reason.
     rewards, counts, extra    as in rollout.Rollout
     """
 
-    def __init__(self, sampler, row, first):
-        """first: the Request for the first turn. It needs no name, because OpenEpisodes gives it one."""
+    def __init__(self, sampler, row, first):                    # first: the Request for the first turn
         self.sampler = sampler
         self.row = row
         self.conversation = Conversation(first, sampler.template)
@@ -203,10 +202,9 @@ class Episode:
                 result = yield from self.call(tool, **deepcopy(call["function"]["arguments"]))
                 content = yield from self.call(result_of, result)       # as text, which may run user code
         except Failed as error:
-            # As in TRL, the policy reads the error's text, or if it has none the name of its class. `shown`
-            # writes the name, ": " and the text.
-            problem = shown(error.__cause__)
-            problem = problem.partition(": ")[2] or problem
+            # As in TRL, the policy reads the error's text, or if it has none the name of its class.
+            name_of_class, _, text = shown(error.__cause__).partition(": ")
+            problem = text or name_of_class
         if problem:
             self.counts["failures"] += 1
             content = {"error": problem}

@@ -8,7 +8,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from configurator import source_of, specs
+from configurator import specs
+from options.user_code import source_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1_000_000               # how many bytes changes.diff may have, and how many user_code/

@@ -25,7 +25,7 @@ import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
-from configurator import InputError, closing, make_lenient, source_of
+from configurator import STARTED_IN, InputError, closing, make_lenient
 
 @functools.cache
 def module_of(path):
@@ -50,6 +50,18 @@ def module_of(path):
             sys.path.append(folder)
     module_spec.loader.exec_module(module)
     return module
+
+
+def source_of(spec):
+    """Return where a spec loads from: a module, or a file's path in STARTED_IN or else in the project."""
+    path = spec
+    if not spec.endswith(".py"):
+        path = spec.rpartition(":")[0]
+    if not path.endswith(".py"):
+        return path
+    here = os.path.join(STARTED_IN, path)
+    project = os.path.dirname(os.path.dirname(__file__))
+    return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
 
 
 def load_from(spec, key, kind, others=""):

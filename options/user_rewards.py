@@ -17,10 +17,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
-from configurator import STARTED_IN, InputError, source_of
+from configurator import STARTED_IN, InputError
 from options.user_code import (Failed, TimeUp, UserProcess, accepted, as_float, load_from, logging_into,
-                               name_of, outcome, shown)
+                               name_of, outcome, shown, source_of)
 from rewards import Result, content, number_of
 
 # An answer stands in a box, with brackets two levels deep, or behind one of these signs in its line.
@@ -74,6 +75,7 @@ class UserRewards:
 
     def __call__(self, rollouts, columns):
         s = self.settings
+        columns = more_columns(columns, rollouts, s)
         end = time.monotonic() + self.budget
         named_results = []
         for reward, process in self.rewards:
@@ -100,6 +102,16 @@ class UserRewards:
             steps = [(token_at(character, r, self.tokenizer), value) for character, value in result.steps]
             results[i] = result._replace(steps=steps)
         return results
+
+
+def more_columns(columns, rollouts, settings):
+    """Return the columns of rewards.columns_of with two more that TRL's rewards may take."""
+    max_steps = getattr(settings, "max_steps", 0)
+    # The version of the weights is the number of steps that they were trained for.
+    states = [SimpleNamespace(global_step=max(r.sampled_by), max_steps=max_steps) for r in rollouts]
+    # The prompt ends at spans[0, 0], where the first sampled tokens begin.
+    ids = [r.ids[r.spans[0, 0]:].tolist() for r in rollouts]
+    return columns | {"completion_ids": ids, "trainer_state": states}
 
 
 def answer_of(completion):

@@ -10,8 +10,9 @@ same. checkpoint.py says how state, models and optimizers lie on disk.
 What a signal does: a run that samples ends the sampling at once; any other run finishes its step first. Then
 Run.stop_if_signalled saves the state with which the present step began, and ends the run, so the resumed run
 makes this step from its beginning. At a Ctrl-C that comes more than a second after the first signal, the
-process ends at once and saves nothing (Run._signalled).
+process ends at once and saves nothing (catch_signals).
 """
+import contextlib
 import datetime
 import json
 import math
@@ -104,18 +105,16 @@ def read_state(resumed, state, settings, script):
 def may_not_fit(folder, settings):
     """Return whether a run with the model in a folder may need more memory than there is, by a rough count.
 
-    On a GPU it may, and for a kind of model that this cannot count. On a CPU a rank has 16 bytes
-    per parameter for weight, gradient and Adam's moments, and activations of each token of a micro-batch.
+    On a GPU it may, and where the count is not known. On a CPU a rank has 16 bytes per parameter for weight,
+    gradient and Adam's moments, and activations of each token of a micro-batch.
     """
-    config = read_config(folder).get_text_config()
-    keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
-    V, H, inside, layers = (getattr(config, key, None) for key in keys)
-    experts = any(key.startswith("num_") and "expert" in key for key in vars(config))
-    if torch.cuda.is_available() or experts or None in (V, H, inside, layers):
+    hidden_size = getattr(read_config(folder).get_text_config(), "hidden_size", 0)
+    file_size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    if torch.cuda.is_available() or hidden_size == 0 or file_size == 0:
         return True
-    parameters = V * H + layers * H * (4 * H + 3 * inside)
+    parameters = file_size / 2                                  # or half of it, if the file is in float32
     networks = 1 + hasattr(settings, "critic_model")
-    size = networks * parameters * (16 + 10 * settings.token_budget / H)
+    size = networks * parameters * (16 + 10 * settings.token_budget / hidden_size)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return size > host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2
 
@@ -211,15 +210,8 @@ class Run:
         prompts, for the console."""
         check_tiny_defaults(self.settings, folders.suits)
         self.tokenizer = folders.tokenizer
-        checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.rows),
-                     "eval_prompts": checkpoint.checksum_of_rows(eval_set)}     # with their tokens
-        for key, checksum in checksums.items():
-            same = checksum == self.state["checksums"].get(key, checksum)
-            # If the number of held-out prompts was changed, they differ because of that.
-            same_number = getattr(self.settings, key) == self.state["settings"].get(key)
-            check(same or not same_number, f"the {key} are not those of {self.resumed}: a file of rows or "
-                                           "the chat template has changed")
-        self.state["checksums"] |= checksums
+        check_same_prompts(self, "train_prompts", (row for _, row in train_set.rows))
+        check_same_prompts(self, "eval_prompts", eval_set)      # with their tokens
         self.notes = [printable(note), folders.note]
         if may_not_fit(folders.policy, self.settings):
             from options.memory import forecast_note
@@ -233,9 +225,10 @@ class Run:
         name=(model, its optimizer or None); the name becomes that of a subfolder. A collective.
         """
         networks = {"": (policy, optimizer), **others}
+        bfloat16 = distributed.compute_dtype(self.settings.dtype) == torch.bfloat16
         with input_errors():
             for network, _ in networks.values():
-                network.begin_training(distributed.compute_dtype(self.settings.dtype))
+                network.begin_training(bfloat16 and self.settings.spread_masters)
             if self.resumed:
                 checkpoint.load_optimizers(self.resumed, networks)
         check(os.path.isdir(self.out_dir),
@@ -244,9 +237,9 @@ class Run:
         self.networks = networks
         opening_lines = opening(self, policy)
         self.state["settings"] = vars(self.settings)
+        config = vars(self.settings) | {"defaults": overridden}
         with input_errors(OSError):
-            self.log = metrics.RunLog(
-                self.out_dir, self.script, vars(self.settings) | {"defaults": overridden}, self.state)
+            self.log = metrics.RunLog(self.out_dir, self.script, config, self.state)
         self.log.say(opening_lines)
         if self.settings.dtype == "float16":
             from options.float16 import scale_losses
@@ -256,24 +249,8 @@ class Run:
         if self.adapter and self.resumed and engine.name != "none":     # it still has the initial model
             engine.update_weights(policy, self.first_step)
         engine.stop_if_signalled = self.stop_if_signalled
-        for number in distributed.STOPPING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup ignores it
-                signal.signal(number, self._signalled)
+        catch_signals(self)
         return self.log
-
-    def _signalled(self, number, frame):
-        """Note the first signal, for stop_if_signalled. A Ctrl-C that comes more than a second later ends the
-        process: a launcher may pass on at once what the process has received itself. So does any signal after
-        `end`, when there is nothing left to save."""
-        now = time.monotonic()
-        over = distributed.ending.script and not distributed.ending.left
-        if self.signalled_at is None and not over:
-            self.signalled_at = now
-            self.engine.signalled = True
-            self.log.say("The run saves and stops: soon if it samples, otherwise when this step is finished. "
-                         "Ctrl-C again ends it at once.")
-        elif over or number == signal.SIGINT and now - self.signalled_at > 1:
-            os._exit(128 + number)
 
     def stop_if_signalled(self, save=None):
         """If a signal has come on any rank, save the state with which the step began, and end the run.
@@ -290,30 +267,16 @@ class Run:
             distributed.leave()
 
     def compare_logprobs(self, rollouts, logps, same_weights=True):
-        """Return the metrics of metrics.compare_logprobs, which ends the run if the gap is over its bound.
-
-        The bound is logprob_gap. If this is 0, it is 1e-3 nats in float32. With 16 bits it depends on how
-        much they round off in this model: 0.15 for the first step, and then 3 times its gap, but at least
-        0.05. same_weights: False if others than the present ones may have sampled the rollouts; then no gap
-        is too large.
-        """
-        bound = self.settings.logprob_gap
-        first_gap = self.state["first_gap"]
-        version = self.state["step"]
+        """Return the metrics of metrics.compare_logprobs, which ends the run if the gap is over gap_bound.
+        same_weights: False if others than the present ones may have sampled the rollouts; then none is."""
         if not same_weights:
-            bound = math.inf
-            version = None
-        elif not bound and distributed.compute_dtype(self.settings.dtype) == torch.float32:
-            bound = 1e-3
-        elif not bound:
-            bound = 0.15 if first_gap is None else max(0.05, 3 * first_gap)
-        return metrics.compare_logprobs(rollouts, logps, bound, self.tokenizer, version)
+            return metrics.compare_logprobs(rollouts, logps, math.inf, self.tokenizer)
+        bound = gap_bound(self.settings, self.state["first_gap"])
+        return metrics.compare_logprobs(rollouts, logps, bound, self.tokenizer, self.state["step"])
 
     def due(self, step, interval):
-        """Return whether what comes every `interval` steps is due; after the last step it always is.
-
-        It is not due in a step that is resumed with the figures of its evaluation.
-        """
+        """Return whether what comes every `interval` steps is due. After the last step it always is, and it
+        is not in a step that is resumed with the figures of its evaluation."""
         last = self.settings.max_steps
         resumed = step == self.first_step and len(self.state["evaluated"]) > 1
         return step == last or not resumed and step % (interval or last) == 0
@@ -321,9 +284,8 @@ class Run:
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
         is not finite. Raises RuntimeError after five in a row. In float16 the loss scale doubles every
-        hundred updates, and while it is above 1 it is first halved, without counting the update.
-
-        norm: as clip_grad_norm_ returns it. A collective."""
+        hundred updates, and while it is above 1 it is first halved, without counting the update. norm: as
+        clip_grad_norm_ returns it. A collective."""
         norm = norm.full_tensor().item()                        # over the shards of all ranks
         finite = math.isfinite(norm)
         if self.settings.dtype == "float16":
@@ -342,15 +304,10 @@ class Run:
         return False
 
     def end_step(self, rollouts, group_std=None):
-        """Write the figures of a step's rollouts, of all ranks, and some samples, or with save_rollouts all
-        rollouts.
-
-        group_std: of losses.py, or None if the rollouts are those of tasks/examples.py, which nobody sampled
-        and scored.
-        """
+        """Write the figures and some samples of a step's rollouts, of all ranks; with save_rollouts also all
+        rollouts. group_std: of losses.py, or None for those of tasks/examples.py, which nobody sampled."""
         log = self.log
         step = self.state["step"]
-        G = self.settings.num_generations
         samples = []
         num_tokens = sum(len(r.ids) for r in rollouts)
         if self.settings.save_rollouts and log.master:
@@ -358,10 +315,6 @@ class Run:
             with log.timed("save_rollouts"), input_errors(OSError):
                 write_rollouts(self.out_dir, step, rollouts)
         seconds = time.perf_counter() - log.started
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
-        else:                                                   # of the process, in KiB by Linux
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.state["step"] += 1
         self.state["num_tokens"] += num_tokens
         if step == self.first_step:
@@ -371,15 +324,13 @@ class Run:
         log.metrics |= {
             "num_tokens": self.state["num_tokens"],
             "perf/throughput": num_tokens / seconds,
-            "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9,
+            "perf/max_memory_allocated_gb": (peak_memory() - self.engine.allocated) / 1e9,
             "timing_s/step": seconds}
         if group_std:
+            G = self.settings.num_generations
             engines = getattr(self.engine, "engines", self.world_size)
             log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
-            # An episode that went wrong may have a score all the same.
-            if metrics.failures(rollouts) or any("problem" in r.counts for r in rollouts):
-                from options.failures import report_failures
-                report_failures(rollouts, log, step)
+            report_problems(rollouts, log, step)
             samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         with input_errors(OSError):
             log.write(samples)
@@ -387,33 +338,20 @@ class Run:
         log.start(self.state["step"])
 
     def save(self):
-        """Write a checkpoint of this step, unless the run has begun with it. A collective.
-
-        After the last step it also writes the line of the last evaluation. If a save fails, on whichever
-        rank, the script stops, and the older checkpoints stand.
-        """
+        """Write a checkpoint of this step, unless the run has begun with it, and after the last step the line
+        of the last evaluation. If a save fails, on whichever rank, the script stops, and the older
+        checkpoints stand. A collective."""
         step = self.state["step"]
-        best_by = self.settings.best_by
-        figures = self.state["evaluated"]
         # Figures of a script's own are only in the log.
-        figures |= {name: value for name, value in self.log.metrics.items() if name.startswith("eval")}
-        _, *names = figures                                     # the first is the step
-        # Later one may be missing, because none of its prompts was scored, or because nothing was evaluated.
-        check(not best_by or best_by in figures or step > 0 and (not names or figures.get("eval/unscored")),
-              f"best_by={best_by}: the evaluation has made {', '.join(names) or 'no figures'}")
+        figures = {name: value for name, value in self.log.metrics.items() if name.startswith("eval")}
+        self.state["evaluated"] |= figures
+        check_best_by(self.settings.best_by, step, self.state["evaluated"])
         folder = f"{self.out_dir}/checkpoint-{step}"
         if step > self.saved:
-            with self.log.timed("save"):
+            with self.log.timed("save"), saving(folder):
                 check_state(self)
-                try:
-                    checkpoint.save_checkpoint(folder, self.networks, self.tokenizer, self.state,
-                                               self.settings.keep_checkpoints, self.arrays)
-                except Exception as error:      # on a full disk libraries raise all kinds of errors
-                    if not is_of_library(error):
-                        raise
-                    # Its text names a file, where the operation that failed has one.
-                    fail(f"{folder} could not be saved, the older ones stand: {type(error).__name__}: "
-                         f"{error!s:.300}")
+                checkpoint.save_checkpoint(folder, self.networks, self.tokenizer, self.state,
+                                           self.settings.keep_checkpoints, self.arrays)
             self.saved = step
         if step == self.settings.max_steps:
             with input_errors(OSError):
@@ -429,6 +367,82 @@ class Run:
 
 
 # ---------------------------------------------------------------- parts of its methods
+
+def check_same_prompts(run, key, rows):
+    # Stops the script if the rows of train_prompts or eval_prompts are not those of the resumed run.
+    checksum = checkpoint.checksum_of_rows(rows)
+    same = checksum == run.state["checksums"].get(key, checksum)
+    # If the number of held-out prompts was changed, they differ because of that.
+    same_number = getattr(run.settings, key) == run.state["settings"].get(key)
+    check(same or not same_number, f"the {key} are not those of {run.resumed}: a file of rows or the chat "
+                                   "template has changed")
+    run.state["checksums"][key] = checksum
+
+
+def catch_signals(run):
+    """Have the first signal noted, for stop_if_signalled. A Ctrl-C that comes more than a second later ends
+    the process: a launcher may pass on at once what the process has received itself. So does any signal after
+    Run.end, when there is nothing left to save."""
+    def signalled(number, frame):
+        now = time.monotonic()
+        over = distributed.ending.script and not distributed.ending.left
+        if run.signalled_at is None and not over:
+            run.signalled_at = now
+            run.engine.signalled = True
+            run.log.say("The run saves and stops: soon if it samples, otherwise when this step is finished. "
+                        "Ctrl-C again ends it at once.")
+        elif over or number == signal.SIGINT and now - run.signalled_at > 1:
+            os._exit(128 + number)
+
+    for number in distributed.STOPPING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:           # nohup ignores it
+            signal.signal(number, signalled)
+
+
+def gap_bound(settings, first_gap):
+    """Return the largest mean gap of logprobs, in nats, with which a run goes on: logprob_gap, or if this is
+    0, 1e-3 in float32. With 16 bits it depends on how much they round off in this model: 0.15 for the first
+    step, and then 3 times its gap, but at least 0.05. first_gap: that of the first step, or None."""
+    if settings.logprob_gap:
+        return settings.logprob_gap
+    if distributed.compute_dtype(settings.dtype) == torch.float32:
+        return 1e-3
+    return 0.15 if first_gap is None else max(0.05, 3 * first_gap)
+
+
+def peak_memory():
+    # Returns the most bytes that tensors on the GPU have taken, or on a CPU the process.
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024        # Linux counts in KiB
+
+
+def report_problems(rollouts, log, step):
+    # An episode that went wrong may have a score all the same.
+    if metrics.failures(rollouts) or any("problem" in r.counts for r in rollouts):
+        from options.failures import report_failures
+        report_failures(rollouts, log, step)
+
+
+@contextlib.contextmanager
+def saving(folder):
+    # Stops the script if a checkpoint cannot be saved. On a full disk libraries raise all kinds of errors.
+    try:
+        yield
+    except Exception as error:
+        if not is_of_library(error):
+            raise
+        # Its text names a file, where the operation that failed has one.
+        fail(f"{folder} could not be saved, the older ones stand: {type(error).__name__}: {error!s:.300}")
+
+
+def check_best_by(best_by, step, figures):
+    # Stops the script if an evaluation has not made the figure that chooses the best checkpoint. Later it may
+    # be missing, because none of its prompts was scored, or because nothing was evaluated.
+    _, *names = figures                                         # the first is the step
+    check(not best_by or best_by in figures or step > 0 and (not names or figures.get("eval/unscored")),
+          f"best_by={best_by}: the evaluation has made {', '.join(names) or 'no figures'}")
+
 
 def check_state(run):
     """Stop the script if JSON would change what it has put into run.state, or if ranks differ in it. A

@@ -1094,15 +1094,15 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
 def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch):
     """As config files name some of the project's own, and a run may start in any folder."""
     name = "environments/guess_number.py"
-    monkeypatch.setattr(configurator, "STARTED_IN", str(tmp_path))
-    assert configurator.source_of(name) == f"{ROOT}/{name}"
+    monkeypatch.setattr(user_code, "STARTED_IN", str(tmp_path))
+    assert user_code.source_of(name) == f"{ROOT}/{name}"
     assert player("", environment=f"{name}:Guess").methods["step"]
-    assert configurator.source_of(f"{ROOT}/{name}") == f"{ROOT}/{name}"
+    assert user_code.source_of(f"{ROOT}/{name}") == f"{ROOT}/{name}"
     with pytest.raises(ValueError, match="^environment: no such file: environments/none.py$"):
         player("", environment="environments/none.py:Guess")
     (tmp_path / "environments").mkdir()
     (tmp_path / name).write_text("class Gess:\n    pass")
-    assert configurator.source_of(name) == f"{tmp_path}/{name}"
+    assert user_code.source_of(name) == f"{tmp_path}/{name}"
     with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess at its top level"):
         player("", environment=f"{name}:Guess")
 

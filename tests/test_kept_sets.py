@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from model import load_policy, micro_batches
 from options import kept_sets
+from options.another_prompt import behind
 from options.lora import merge
 from packing import pack
 
@@ -61,7 +62,7 @@ def test_behind_another_prompt_everything_else_stays(prompt):
     keep(rollouts, sets)
     for s, (r, (first, *others)) in enumerate(zip(rollouts, rows)):
         before = pickle.dumps(r)
-        variant = r.behind(prompt)
+        variant = behind(r, prompt)
         assert pickle.dumps(r) == before
         expected = rows_of_parts([prompt, *first[1:]], *others)
         for key in ("ids", "spans", "sequence_starts", "places"):

@@ -298,7 +298,7 @@ def test_vllm_and_the_trainer_agree_after_a_sync(family, reward_file, tmp_path, 
                 "num_generations": 4, "train_prompts": 64, "eval_prompts": 4, "learning_rate": 1e-3}
     metrics, output = train("train_grpo.py", tmp_path / "run", [reward_file], settings)
     assert 0 < metrics[1]["sampling/sampling_logp_difference/mean"] < 1e-4
-    assert packed == ("a row of its own" not in output)
+    assert packed == ("a line of its own" not in output)
 
 
 # ---------------------------------------------------------------- what cannot be trained is refused

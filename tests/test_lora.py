@@ -362,16 +362,16 @@ class WithValues(Policy):
 
 def test_what_is_trained_and_not_saved_is_refused(folder, mesh, monkeypatch):
     policy = adapted(folder, mesh)
-    policy.begin_training(torch.float32)
+    policy.begin_training(False)
     policy.hf.model.norm.requires_grad_(True)
     with pytest.raises(ValueError, match="^hf.model.norm.weight: trained, but no checkpoint would hold it"):
-        policy.begin_training(torch.float32)
+        policy.begin_training(False)
     monkeypatch.setattr("model.Policy", WithValues)
     policy = load_policy(folder, mesh, torch.float32)
     with pytest.raises(ValueError, match="^value.weight, value.bias: trained, but no checkpoint would hold it"):
-        policy.begin_training(torch.float32)
+        policy.begin_training(False)
     policy.value.requires_grad_(False)
-    policy.begin_training(torch.float32)
+    policy.begin_training(False)
 
 
 def test_what_the_engine_gets_does_not_depend_on_what_is_frozen(mesh, tmp_path):
@@ -454,13 +454,24 @@ def test_only_what_is_trained_in_bfloat16_is_moved(folder, mesh, tmp_path):
             (load_critic, torch.bfloat16, True, {})):
         network = load(str(tmp_path), mesh, dtype, **named)
         network.decoder.layers[0].requires_grad_(False)
-        network.begin_training(dtype)
+        network.begin_training(dtype == torch.bfloat16)
         found = dict(network.hf.named_parameters())
         off = [key for key, tensor in stored.items()
                if not torch.equal(found[key].full_tensor().float(), tensor.float())]
         assert len(off) > 10 if moves else not off
         assert not any(".layers.0." in key for key in off)
         assert all(torch.equal(found[key].full_tensor().bfloat16(), tensor) for key, tensor in stored.items())
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_masters_stay_on_the_grid_if_spread_masters_is_off(folder, reward_file, tmp_path, spread):
+    base = shutil.copytree(folder, tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(base)
+    train(tmp_path / "run", base, reward_file, dtype="bfloat16", lora_rank=0, learning_rate=0.0, logprob_gap=0.5,
+          max_steps=1, save_interval=1, spread_masters=spread)
+    saved = load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors")
+    moved = [not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values()]
+    assert any(moved) == spread
 
 
 def test_a_resumed_run_keeps_its_masters(folder, reward_file, tmp_path):

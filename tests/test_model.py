@@ -19,6 +19,7 @@ from runs import split
 from model import (LogprobsFromHidden, Policy, head_logits, load_policy, make_optimizer, product,
                    token_logprobs)
 from options.critic import load_critic, token_values
+from options.fused_norms import fuse_norms
 from packing import micro_batch, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
@@ -351,7 +352,7 @@ def test_faster_layers_compute_the_same(folder, mesh, monkeypatch, way):
         if faster and way == "fused_norms":                     # as on a GPU
             check = model.check_same
             monkeypatch.setattr(model, "check_same", lambda what, network, P: (
-                check(what, network, P), model.fuse_norms(network))[0])
+                check(what, network, P), fuse_norms(network))[0])
         policy = load_policy(folder, mesh, torch.float32, torch_compile=faster and way == "compiled")
         logps = {}
         for batch in pack(rollouts, range(12), 150):            # rows of several lengths
@@ -372,7 +373,7 @@ def test_norms_with_another_formula_stay_as_they_are():
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     network = torch.nn.Sequential(Gemma3RMSNorm(8), Olmo2RMSNorm(8))
     network[0].variance_epsilon = network[0].eps
-    model.fuse_norms(network)
+    fuse_norms(network)
     assert "forward" not in vars(network[0]) and "forward" in vars(network[1])
 
 

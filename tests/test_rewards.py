@@ -67,7 +67,7 @@ def found(reward, rows, completions, *arguments, **more):
     """What score_completions returns. reward: a function, or a Reward and the process that calls it or None."""
     reward, process = reward if isinstance(reward, tuple) else (user_rewards.Reward(reward.__name__, reward), None)
     rollouts = [rollout(row, completion) for row, completion in zip(rows, completions)]
-    columns = rewards.columns_of(rollouts, SimpleNamespace(max_steps=9))
+    columns = user_rewards.more_columns(rewards.columns_of(rollouts), rollouts, SimpleNamespace(max_steps=9))
     return user_rewards.score_completions(reward, columns, process, *arguments, **more)
 
 
@@ -172,7 +172,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])
 def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
-    monkeypatch.setattr("configurator.STARTED_IN", str(tmp_path))
+    monkeypatch.setattr("options.user_code.STARTED_IN", str(tmp_path))
     write(tmp_path / "my_reward.py", "CONSTANT = 1", "def helper(): pass", "def reward(completions): pass")
     write(tmp_path / "broken.py", "1 / 0")
     write(tmp_path / "syntax.py", "def reward(:")

@@ -1,4 +1,4 @@
-"""What a user meets who brings a model, rows, a reward and a judge: docs/first_run.md, data_and_rewards.md."""
+"""What a user meets who brings a model, rows, a reward and a judge: three pages of docs/, from first_run.md on."""
 import http.server
 import json
 import random
@@ -145,7 +145,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def judged(tmp_path):
-    """A server, and the setting that names the judge of docs/data_and_rewards.md, which asks it."""
+    """A server, and the setting that names the judge of docs/rewards.md, which asks it."""
     pytest.importorskip("aiohttp")
     (block,) = [block for _, _, block in BLOCKS if block.startswith("# my_judge.py")]
     server = Server()

@@ -197,7 +197,7 @@ def test_the_filter_of_the_page_leaves_what_is_sometimes_solved(tmp_path):
     sampled = lines(tmp_path, "sampled.jsonl")
     assert [{key: one[key] for key in row} for one, row in zip(sampled, rows, strict=True)] == rows
     page = TEXTS["docs/data_and_rewards.md"]
-    (code,) = re.findall(r'python -c "(import json; .*?)" > some.jsonl', page, re.S)
+    (code,) = re.findall(r'python -c "(import json; [^"]*)" > some.jsonl', page)
     found = runs.launch("-c", code.replace("\\\n", ""), cwd=tmp_path)
     expected = [one for one in sampled if 0 < one["mean@8"] < 1]
     assert [json.loads(line) for line in found.splitlines()] == expected

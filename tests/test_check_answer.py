@@ -650,7 +650,7 @@ def test_not_a_spelling(truth, given):
 
 
 def test_the_comparison_of_the_page():
-    """What docs/data_and_rewards.md says of this verifier, on pairs that it was not made for."""
+    """What docs/rewards.md says of this verifier, on pairs that it was not made for."""
     lines = [line.split(" ### ") for line in answers.PAIRS]
     assert len(lines) == len({tuple(line) for line in lines}) == 100
     assert sum(check_answer.check_answer(right, truth) for truth, right, _ in lines) == 93

@@ -131,7 +131,7 @@ def test_a_diff_applies_and_runs(copy, name):
     shutil.copy(os.path.join(ROOT, "pytest.ini"), copy)
     patch(copy, diff)
     for file in ("my_rewards.py", "my_steps.py"):
-        (reward,) = [text for where, _, text in BLOCKS if "data_and" in where and text.startswith(f"# {file}")]
+        (reward,) = [text for where, _, text in BLOCKS if "rewards" in where and text.startswith(f"# {file}")]
         (copy / file).write_text(reward)
     *earlier, last = commands_for(name)
     for count, command in enumerate(earlier):

@@ -1,4 +1,4 @@
-"""What a user meets who brings a model, rows, a reward and a judge: docs/first_run.md, data_and_rewards.md."""
+"""What a user meets who brings a model, rows, a reward and a judge: three pages of docs/, from first_run.md on."""
 import http.server
 import json
 import random
@@ -145,7 +145,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def judged(tmp_path):
-    """A server, and the setting that names the judge of docs/data_and_rewards.md, which asks it."""
+    """A server, and the setting that names the judge of docs/rewards.md, which asks it."""
     pytest.importorskip("aiohttp")
     (block,) = [block for _, _, block in BLOCKS if block.startswith("# my_judge.py")]
     server = Server()
@@ -197,7 +197,7 @@ def test_the_filter_of_the_page_leaves_what_is_sometimes_solved(tmp_path):
     sampled = lines(tmp_path, "sampled.jsonl")
     assert [{key: one[key] for key in row} for one, row in zip(sampled, rows, strict=True)] == rows
     page = TEXTS["docs/data_and_rewards.md"]
-    (code,) = re.findall(r'python -c "(import json; .*?)" > some.jsonl', page, re.S)
+    (code,) = re.findall(r'python -c "(import json; [^"]*)" > some.jsonl', page)
     found = runs.launch("-c", code.replace("\\\n", ""), cwd=tmp_path)
     expected = [one for one in sampled if 0 < one["mean@8"] < 1]
     assert [json.loads(line) for line in found.splitlines()] == expected

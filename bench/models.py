@@ -1,5 +1,5 @@
 """
-Which families of models can be trained: writes docs/models.md, from small models with random weights.
+Which families of models can be trained, tried with small random ones: writes docs/measured/models.md.
 
     python -m bench.models                                   # all families: half an hour on two cores
     python -m bench.models --only=qwen3,gemma3               # these anew, the others as before
@@ -26,7 +26,7 @@ from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 only = ""                       # names of families, separated by commas; empty: all
 out_dir = "out/models"          # of the models and their runs
-page = "docs/models.md"         # empty: only print
+page = "docs/measured/models.md"  # empty: only print
 jobs = 2                        # runs at once
 # ------------------------------------------------------------------------------------------------------------
 
@@ -114,9 +114,10 @@ COMMON = """--max_prompt_length=48 --max_completion_length=24 --prompts_per_step
     --max_steps=2 --eval_prompts=8 --eval_samples=1 --train_prompts=64 --token_budget=512 --save_interval=9
     --learning_rate=1e-3 --warmup_steps=0""".split()
 INTRODUCTION = """\
-# Models
+# Models: what was measured
 
-This page says which families of models can be trained, by the `model_type` in their `config.json`. It is made by
+[Models](../models.md) says which families can be trained and what to know about them. This page has the figures behind
+it, by the `model_type` in a model's `config.json`. It is made by
 
 ```sh
 python -m bench.models
@@ -124,36 +125,31 @@ python -m bench.models
 
 The script gives each of {count} families a small model with random weights and trains it for two steps with either
 engine, on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer
-after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. On a GPU only Qwen3 and Llama have been run. With transformers
-5.24 (a run in November 2026) the results were the same, except that `gptj` packs its rows, `gemma4` asks for no
-torchvision, and the gap of `hunyuan_v1_moe` with plain PyTorch is 1e-04. The lists below the tables say why a model was
-refused or a run stopped. Most of these reasons concern vLLM's CPU build.
+after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. On a GPU only Qwen3 and Llama have been run. The lists
+below the tables say why a model was refused or a run stopped. Most of these reasons concern vLLM's CPU build.
+
+- *A sequence per line*: each sequence has a line of its own, padded to the longest. With completions of 1 to 64 tokens
+  behind prompts of 40 the lines have 1.4 times as many tokens.
+- *In bfloat16*: vLLM's CPU build has no float32 kernel for such layers.
+- *Needs torchvision*: vLLM imports it for such models. No text passes through it, so the script puts an empty module in
+  its place.
+
+## Other versions
+
+With transformers 5.24 (a run in November 2026) the results were the same, except that `gptj` packs its sequences,
+`gemma4` asks for no torchvision, and the gap of `hunyuan_v1_moe` with plain PyTorch is 1e-04.
 
 The other pair of `requirements.txt`, vLLM 0.25.1 with PyTorch 2.11, was tried with transformers 5.17 (November 2026).
 With plain PyTorch the results were the same, except that the gap of `hunyuan_v1_moe` is 1e-04, and that transformers
-5.17 cannot make the small `zamba2`. With vLLM the results of these families differ. `cohere2` agrees, with a gap of
-2e-07. `ministral3` and `nanochat` are stopped, because the logprobs differ by 0.3 and 0.003. `granitemoe` is stopped at
-its first sync: this vLLM takes all weights before it loads the first, so the run cannot see that they have arrived.
-vLLM refuses `olmo3`, `hunyuan_v1_dense`, `hunyuan_v1_moe`, `gemma4`, `gemma4_text`, `qwen3_5`, `qwen3_5_text`,
-`qwen3_next`, `granitemoehybrid`, `falcon_h1` and `mamba2`; the CPU build lacks kernels for the last two. It also
-refuses `phi` and `olmo`, but only in the shapes of this script.
+5.17 cannot make the small `zamba2`. With vLLM the results of these families differ:
 
-- *A sequence per row*: in a packed row the sequences of such a model would see each other. The run finds this out when
-  it loads the model, says so, and gives each sequence a row of its own, padded to the longest. How much longer an
-  update takes depends on the lengths: with completions of 1 to 64 tokens behind prompts of 40 the rows have 1.4 times
-  as many tokens.
-- *In bfloat16*: vLLM's CPU build has no float32 kernel for such layers, so the run needs `--dtype=bfloat16`.
-- *Needs torchvision*: vLLM imports it for such models, and `requirements-cpu.txt` leaves it out. No text passes through
-  it, so the script puts an empty module in its place.
-- A critic can be made of any model that can be a policy.
-- If a model reads images, only its text part is trained. The rest is frozen and stays in every checkpoint.
-- A prompt and its completion together may have as many tokens as `max_position_embeddings` in `config.json` says. If a
-  model reads more with YaRN, raise this number in the file.
-- TRL adds a router's load-balancing loss to that of the policy by default. Here nothing balances the experts, unless you
-  apply [a recipe](recipes.md#balance-the-experts-of-a-mixture).
-- These are always refused: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`),
-  folders of adapters ([merge them](lora.md) first), and weights whose logprobs are NaN. A config with dropout is
-  accepted, but the dropout does not act, because the engine has none either.
+- `cohere2` agrees, with a gap of 2e-07.
+- `ministral3` and `nanochat` are stopped, because the logprobs differ by 0.3 and 0.003.
+- `granitemoe` is stopped at its first sync: this vLLM takes all weights before it loads the first, so the run cannot
+  see that they have arrived.
+- vLLM refuses `olmo3`, `hunyuan_v1_dense`, `hunyuan_v1_moe`, `gemma4`, `gemma4_text`, `qwen3_5`, `qwen3_5_text`,
+  `qwen3_next`, `granitemoehybrid`, `falcon_h1` and `mamba2`; the CPU build lacks kernels for the last two. It also
+  refuses `phi` and `olmo`, but only in the shapes of this script.
 """
 ENGINES = {
     "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --num_mini_batches=1 "
@@ -204,7 +200,7 @@ def outcome(family, engine, dtype="auto", path=""):
     if "No module named 'torchvision'" in said and not path:
         return outcome(family, engine, dtype, out_dir)
     notes = [note for note, applies in {
-        "in bfloat16": dtype == "bfloat16", "a sequence per row": "a line of its own" in said,
+        "in bfloat16": dtype == "bfloat16", "a sequence per line": "a line of its own" in said,
         "needs torchvision": path}.items() if applies]
     if result.returncode == 0:
         with open(os.path.join(run, "metrics.jsonl")) as file:

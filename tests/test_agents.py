@@ -765,7 +765,7 @@ def test_a_request_that_comes_while_its_episode_ends_is_refused(monkeypatch):
     assert asyncio.run(asyncio.wait_for(agents.handle(request), 10)).status == 401
 
 
-# ---------------------------------------------------------------- docs/agents.md
+# ---------------------------------------------------------------- docs/agents.md, docs/measured/agents.md
 
 STAND_IN = ASK + '''
 from types import SimpleNamespace
@@ -798,14 +798,16 @@ class AsyncOpenAI(OpenAI):
 
 @pytest.fixture
 def page_agent(monkeypatch, write):
-    """Writes the agent of the page with these words to a file, and returns its spec; a stand-in is its client."""
+    """Writes the agent of the pages with these words to a file, and returns its spec; a stand-in is its client."""
     client = type(sys)("openai")
     exec(STAND_IN, vars(client))
     monkeypatch.setitem(sys.modules, "openai", client)
 
     def written(words):
-        with open(os.path.join(runs.ROOT, "docs", "agents.md")) as file:
-            blocks = re.findall(r"^```python\n(.*?)^```$", file.read(), re.M | re.S)
+        blocks = []
+        for page in ("docs/agents.md", "docs/measured/agents.md"):
+            with open(os.path.join(runs.ROOT, page)) as file:
+                blocks += re.findall(r"^```python\n(.*?)^```$", file.read(), re.M | re.S)
         (block,) = [block for block in blocks if words in block]
         return write("import openai\n" + block)
     return written
@@ -833,7 +835,7 @@ def test_an_agent_of_the_page_plays(page_agent, words, texts, answer, parts):
     ("drops_its_thoughts", ["Answer: 5", "Answer: 5", "Answer: 4"], 1, [[0, 1, 2]])])
 def test_an_agent_of_the_page_has_several_rows(page_agent, name, texts, score, rows):
     """One that compacts its context, one that asks a helper, and one that drops its thoughts."""
-    agent = page_agent("# my_agent_rows.py").replace(":solve", f":{name}")
+    agent = page_agent("# my_agent_several.py").replace(":solve", f":{name}")
     (r,) = played(player(agent, max_prompt_length=400), [[text + "<|end|>" for text in texts]],
                   [{"prompt": [{"role": "user", "content": "Solve 2x-2=6"}], "answer": "4"}])
     assert texts_of(r) == [[texts[i] + "<|end|>" for i in row] for row in rows]

@@ -28,7 +28,8 @@ HF = "--engine=hf --eval_prompts=2 --max_completion_length=8"
 PLAYED = {
     "--train_file=train.jsonl --eval_file=eval.jsonl": "",
     "--reward=my_rewards.py:brief --call_timeout=0": "",
-    "--environment=my_game.py:Guess": "",
+    "guess.py --environment=my_game.py:Guess": "",
+    "--engine=hf --environment=my_game.py:Guess": "",
     "train_grpo.py --lora_rank=8": "",
     "train_grpo.py --top_p=0.95": "",
     "train_ppo.py config/tasks/guess.py --max_steps=24": "--critic_warmup_steps=0",
@@ -141,8 +142,8 @@ def test_what_is_played(copy):  # noqa: F811
     (copy / "my_rewards.py").write_text(texts["my_rewards.py"])
     (sums,) = [text for _, _, text in BLOCKS if text.startswith("# sums.py")]
     (copy / "sums.py").write_text(sums)
-    (game,) = [text for _, _, text in BLOCKS if text.startswith("class Guess")]
-    (copy / "my_game.py").write_text(f"import re\n\n{game}")
+    (game,) = [text for _, _, text in BLOCKS if text.startswith("# my_game.py")]
+    (copy / "my_game.py").write_text(game)
     (worked,) = [text for _, language, text in BLOCKS if language == "json" and '"completion"' in text]
     rows = [{"prompt": f"Solve x+{i}={2 * i}", "answer": str(i)} for i in range(16)]
     for name in ("train", "eval"):

@@ -296,7 +296,7 @@ def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
 def test_a_reward_of_your_own(copy):
     """Each reward file of the pages scores a completion, for a string prompt and for messages."""
     rewards = [block for _, language, block in BLOCKS
-               if language == "python" and re.match("# my_(?!judge|agent|calculator)", block)]
+               if language == "python" and re.match("# my_(?!judge|agent|calculator|game)", block)]
     assert rewards
     for number, text in enumerate(rewards):
         path = copy / re.match(r"# (\w+\.py)", text)[1]

@@ -44,7 +44,7 @@ def family(tmp_path_factory):
     return folder
 
 
-with open(os.path.join(ROOT, "docs/models.md")) as file:
+with open(os.path.join(ROOT, "docs/measured/models.md")) as file:
     PAGE = " ".join(file.read().split())
 
 
@@ -55,7 +55,7 @@ OLDER = {"zamba2", "llama4"} if transformers.__version__ < "5.19" else set()
 
 @pytest.mark.parametrize("name", [name for group in FAMILIES.values() for name in group if name not in OLDER])
 def test_a_family_is_loaded_as_its_page_says(family, mesh, name):
-    """Packed, a sequence per row, or refused in this sentence. Without figures the page says less."""
+    """Packed, a sequence per line, or refused in this sentence. Without figures the page says less."""
     row = PAGE.partition(f"| `{name}` |")[2].partition("| |")[0]
     try:
         packed = load_policy(check_trainable(family(name)), mesh, torch.float32).packed
@@ -67,7 +67,20 @@ def test_a_family_is_loaded_as_its_page_says(family, mesh, name):
         assert said.replace(family(name), name).partition(" by 0")[0] in PAGE and "refused" in row
     else:
         assert f"model={name}:" not in PAGE
-        assert packed == ("a sequence per row" not in row) or "e-" not in row
+        assert packed == ("a sequence per line" not in row) or "e-" not in row
+
+
+def test_the_guide_sorts_the_families_as_the_tables_do():
+    """In docs/models.md each is in the column of the engines that it ran with, with a star for a sequence per line."""
+    with open(os.path.join(ROOT, "docs/models.md")) as file:
+        rows = [line.split("|")[1:-1] for line in file if line.startswith("|")]
+    for name in (name for group in FAMILIES.values() for name in group):
+        vllm, plain = PAGE.partition(f"| `{name}` |")[2].split(" |")[:2]
+        ran = [" stopped" not in cell and " refused" not in cell for cell in (vllm, plain)]
+        column = 1 if ran[0] else 2 if ran[1] else 3
+        [(place, cell)] = [(i, cell) for row in rows for i, cell in enumerate(row) if f"`{name}`" in cell]
+        assert place == column, name
+        assert (f"`{name}`\\*" in cell) == ("a sequence per line" in vllm + plain), name
 
 
 def plain_logps(hf, parts):

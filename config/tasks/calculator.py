@@ -1,5 +1,5 @@
 """Episodes with a tool: the model gets this arithmetic wrong in its head and can leave it to a calculator.
-docs/episodes.md has the results.
+docs/measured/episodes.md has the results.
 
 The model has seen the tool used in one problem out of five.
 """

@@ -1,5 +1,5 @@
 """A game of several turns: the model has to find a number from 1 to 64 in six guesses, and is told higher or
-lower. docs/episodes.md has the results.
+lower. docs/measured/episodes.md has the results.
 
 The model has seen games whose player talks before it plays, or guesses only near the middle of what is left.
 In the held-out games the order of the sentences in the prompt is new, and GRPO has not met the numbers.

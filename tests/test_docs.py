@@ -325,6 +325,14 @@ def test_links_lead_somewhere(page):
             leads_somewhere(path, heading)
 
 
+def test_the_guide_stays_short():
+    """What was measured belongs into docs/measured/."""
+    pages = [page.read_text() for page in Path(ROOT, "docs").glob("*.md")]
+    assert sum(len(page.split()) for page in pages) <= 20_000
+    assert sum(len(page.splitlines()) for page in pages) <= 1_700
+    assert max(len(page.splitlines()) for page in pages) <= 250
+
+
 def test_what_recipes_name_is_there():
     names = [name for text in RECIPES.values()
              for name in re.findall(r"\b((?:docs|tests|bench)/(?:measured/)?\w+\.\w+)(?:#([\w-]+))?", text)]

@@ -1,7 +1,7 @@
 """
 A forecast of the memory that a run takes, from its settings and its models' configs.
 
-A run on a CPU that is small for its host does not open this file (may_not_fit of runtime/run.py).
+A run on a CPU that is small for its host does not open this file (memory_note of runtime/run.py).
 
     forecast        the bytes of a rank, at its peaks while it samples and while it updates
     forecast_note   the forecast as a line of text for the console

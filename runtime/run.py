@@ -102,21 +102,24 @@ def read_state(resumed, state, settings, script):
     return loaded, arrays
 
 
-def may_not_fit(folder, settings):
-    """Return whether a run with the model in a folder may need more memory than there is, by a rough count.
+def memory_note(run, folder):
+    """Return the forecast of the memory that a run with the model in a folder takes, or "" if it fits by far.
 
-    On a GPU it may, and where the count is not known. On a CPU a rank has 16 bytes per parameter for weight,
-    gradient and Adam's moments, and activations of each token of a micro-batch.
+    On a GPU there always is one. On a CPU a rank has, roughly, 16 bytes per parameter for weight, gradient
+    and Adam's moments, and activations of each token of a micro-batch.
     """
+    settings = run.settings
     hidden_size = getattr(read_config(folder).get_text_config(), "hidden_size", 0)
     file_size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    if torch.cuda.is_available() or hidden_size == 0 or file_size == 0:
-        return True
-    parameters = file_size / 2                                  # or half of it, if the file is in float32
-    networks = 1 + hasattr(settings, "critic_model")
-    size = networks * parameters * (16 + 10 * settings.token_budget / hidden_size)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return size > host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2
+    if not torch.cuda.is_available() and hidden_size and file_size:
+        parameters = file_size / 2                              # or half of it, if the file is in float32
+        networks = 1 + hasattr(settings, "critic_model")
+        size = networks * parameters * (16 + 10 * settings.token_budget / hidden_size)
+        if size < host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2:
+            return ""
+    from options.memory import forecast_note
+    return forecast_note(settings, run.world_size)
 
 
 def locate(settings, script):
@@ -168,8 +171,7 @@ class Run:
     It stops a script whose settings are wrong or do not fit the checkpoint. The keyword arguments `state` are
     what the script wants to find in run.state when it is resumed, with the values of a new run. A collective.
 
-    settings        what configure returned
-    script          the path of the script
+    settings, script    what configure returned; the path of the script
     world_size      how many ranks train
     out_dir         the run's folder
     resumed         the checkpoint that is resumed, or None
@@ -212,10 +214,7 @@ class Run:
         self.tokenizer = folders.tokenizer
         check_same_prompts(self, "train_prompts", (row for _, row in train_set.rows))
         check_same_prompts(self, "eval_prompts", eval_set)      # with their tokens
-        self.notes = [printable(note), folders.note]
-        if may_not_fit(folders.policy, self.settings):
-            from options.memory import forecast_note
-            self.notes.append(forecast_note(self.settings, self.world_size))
+        self.notes = [printable(note), folders.note, memory_note(self, folders.policy)]
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, policy, optimizer, engine, **others):
@@ -330,7 +329,10 @@ class Run:
             G = self.settings.num_generations
             engines = getattr(self.engine, "engines", self.world_size)
             log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines)
-            report_problems(rollouts, log, step)
+            # An episode that went wrong may have a score all the same.
+            if metrics.failures(rollouts) or any("problem" in r.counts for r in rollouts):
+                from options.failures import report_failures
+                report_failures(rollouts, log, step)
             samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         with input_errors(OSError):
             log.write(samples)
@@ -358,8 +360,7 @@ class Run:
                 self.log.write()
 
     def end(self):
-        """Write the report, and end engines that are apart. What the script does after it may take as long as
-        it likes, and the process group stays for it."""
+        """Write the report, and end engines that are apart. The process group stays, without a timeout."""
         self.log.report()
         self.engine.close()
         distributed.watchdog.limit(0)
@@ -415,13 +416,6 @@ def peak_memory():
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024        # Linux counts in KiB
-
-
-def report_problems(rollouts, log, step):
-    # An episode that went wrong may have a score all the same.
-    if metrics.failures(rollouts) or any("problem" in r.counts for r in rollouts):
-        from options.failures import report_failures
-        report_failures(rollouts, log, step)
 
 
 @contextlib.contextmanager

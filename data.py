@@ -186,7 +186,8 @@ class Prompts:
     def check(self):
         """Raise InputError now, and not after hours, for a row that an environment or the template refuses.
         """
-        if self.s.task == "file" or self.s.system_prompt or self.s.chat_template:
+        s = self.s
+        if s.task == "file" or s.model != "tiny" or s.system_prompt or s.chat_template:
             from options.row_checks import check_rows
             check_rows(self)
 

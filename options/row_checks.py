@@ -1,5 +1,6 @@
 """
-The check of rows and chat templates that come from the user. Other runs do not open this file.
+The check of rows and chat templates that come from others. A run of the tiny model with problems of its own
+does not open this file.
 """
 from functools import partial
 

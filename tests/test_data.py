@@ -1176,7 +1176,7 @@ def test_a_template_that_leaves_out_a_message_is_refused(tokenizer, tmp_path):
         data.load_prompts(deaf, SimpleNamespace(**settings | {"train_file": path, "eval_file": path}))
     deaf.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
     with pytest.raises(ValueError, match="the chat template leaves out .*'user'"):
-        data.load_prompts(deaf, SimpleNamespace(**SETTINGS))
+        data.load_prompts(deaf, SimpleNamespace(**SETTINGS | {"model": "theirs"}))
 
 
 def test_encode_rows_errors(tokenizer):
@@ -1226,10 +1226,10 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
         data.load_prompts(tokenizer, SimpleNamespace(**changed | {"agent": "agent.py:solve"}))
 
 
-SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
+SETTINGS = {"model": "tiny", "tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "train_file": "", "eval_file": "", "chat": True,
             "environment": "", "prompt_column": "", "prompt_format": "", "answer_column": "", "system_prompt": "",
-            "max_prompt_length": 24}
+            "chat_template": "", "max_prompt_length": 24}
 
 
 class Counting:

@@ -1,5 +1,6 @@
 """The forecast of memory: against PyTorch's own peaks, against bytes that are counted, and its advice."""
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -233,4 +234,5 @@ def test_a_run_refuses_what_no_device_can_hold(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "giant")
     config = json.loads((tmp_path / "giant/config.json").read_text())
     (tmp_path / "giant/config.json").write_text(json.dumps(config | {"intermediate_size": 2 ** 34}))
+    os.truncate(tmp_path / "giant/model.safetensors", 2 ** 42)  # without contents
     refused([f"--model={tmp_path}/giant", *run], "weights, gradients and Adam's moments alone take", tmp_path)

@@ -109,7 +109,8 @@ def memory_note(run, folder):
     and Adam's moments, and activations of each token of a micro-batch.
     """
     settings = run.settings
-    hidden_size = getattr(read_config(folder).get_text_config(), "hidden_size", 0)
+    with input_errors(), reading(f"{folder}: its config"):
+        hidden_size = getattr(read_config(folder).get_text_config(), "hidden_size", 0)
     file_size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not torch.cuda.is_available() and hidden_size and file_size:

@@ -65,7 +65,9 @@ def score(prompts, completions, **_):
 
 def start(name, arguments, rank=0, ranks=1, log=WORK / "log", before=None):
     """Fork a process that runs a script; `before` is called in it first. Returns its id."""
-    from runs import environment
+    from runs import environment, script_path
+    script = f"train_{name}.py"
+    path = script_path(script)
     pid = os.fork()
     if pid:
         return pid
@@ -77,9 +79,8 @@ def start(name, arguments, rank=0, ranks=1, log=WORK / "log", before=None):
         os.environ.update(environment(rank, ranks, arguments.pop("port", 0)))
         if before:
             before(rank)
-        script = f"train_{name}.py"
         sys.argv = [script, *(f"--{key}={value}" for key, value in arguments.items())]
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code

@@ -2,7 +2,7 @@
 
     python tests/attack.py                         # all of them, in two processes at a time
     python tests/attack.py --only=rewards --jobs=4 # those with this word in "group: name"
-    python tests/attack.py --every=8               # each eighth of them, as .ci/run does
+    python tests/attack.py --every=16              # each sixteenth of them, as .ci/run does
 
 A refusal has the exit code 2, no traceback of our code, and a last line with the words given here. Among the inputs stand
 unusual ones that are fine and have to run to their end. Nothing may hang, no code of a stranger may run, and

@@ -27,8 +27,8 @@ def test_ci_runs_the_lines_of_the_readme(tmp_path):
         "torchrun train_grpo.py --max_steps=3 --eval_prompts=16",
         "torchrun train_ppo.py --max_steps=3 --eval_prompts=16 --critic_warmup_steps=1",
         "torchrun --nproc_per_node=2 train_async.py --max_steps=3 --eval_prompts=16", "ruff check",
-        "python tests/golden.py", "pytest -n 2", "python tests/attack.py --every=8",
-        "python tests/every_failure.py --every=20"]
+        "python tests/golden.py", "pytest -n 2", "python tests/attack.py --every=16",
+        "python tests/every_failure.py --every=40"]
     readme = (tmp_path / "README.md").read_text()
     for line in ("\n./run torchrun train_grpo.py\n```", "```sh\n./run pytest -n 2"):
         (tmp_path / "README.md").write_text(readme.replace(line, "\n```"))

@@ -83,12 +83,16 @@ def tokens_of(path):
 
 
 def opened(folder, *arguments):
-    """{file: its tokens} of the repository's files that a run of six steps and its resume open."""
+    """{file: its tokens} of the repository's files that a run of three steps and its resume open."""
     (folder / "sitecustomize.py").write_text(HOOK)
-    env = os.environ | {"PYTHONPATH": str(folder), "OPENED": str(folder / "opened")}
-    for last in (["--max_steps=6"], ["--max_steps=7", "--resume=auto"]):
-        subprocess.run([sys.executable, "train_grpo.py", "--prompts_per_step=4", "--eval_prompts=8", "--eval_interval=3",
-                        "--save_interval=3", *arguments, *last, f"--out_dir={folder}/run"], cwd=ROOT, env=env, check=True)
+    # A git that sees no changes: if the code differs from its commit, a run opens one file more.
+    (folder / "git").write_text("#!/bin/sh\n")
+    (folder / "git").chmod(0o755)
+    env = os.environ | {"PYTHONPATH": str(folder), "OPENED": str(folder / "opened"),
+                        "PATH": f"{folder}:{os.environ['PATH']}"}
+    for last in (["--max_steps=3"], ["--max_steps=4", "--resume=auto"]):
+        subprocess.run([sys.executable, "train_grpo.py", "--prompts_per_step=4", "--eval_prompts=8", "--eval_interval=2",
+                        "--save_interval=2", *arguments, *last, f"--out_dir={folder}/run"], cwd=ROOT, env=env, check=True)
     files = {Path(ROOT, name).resolve() for name in (folder / "opened").read_text().splitlines()}
     files = {path.relative_to(ROOT) for path in files if path.is_relative_to(ROOT) and path.is_file()}
     counts = {str(path): tokens_of(ROOT / path) for path in files | {Path("train_grpo.py")} if path.parts[0] != ".venv"}

@@ -190,9 +190,8 @@ def sample_lines(rollouts, n, tokenizer, step):
                 "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
                 # + 0.0 makes 0.0 of -0.0.
                 "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist()}
-        for key, value in (("extra", r.extra), ("images", r.row.get("images"))):
-            if value:
-                line[key] = value
+        if r.extra:
+            line["extra"] = r.extra
         lines.append(line)
     return lines
 

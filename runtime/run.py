@@ -105,8 +105,9 @@ def read_state(resumed, state, settings, script):
 def memory_note(run, folder):
     """Return the forecast of the memory that a run with the model in a folder takes, or "" if it fits by far.
 
-    On a GPU there always is one. On a CPU a rank has, roughly, 16 bytes per parameter for weight, gradient
-    and Adam's moments, and activations of each token of a micro-batch.
+    On a GPU there always is one, and where the folder has no safetensors to go by. On a CPU a rank has,
+    roughly, 16 bytes per parameter for weight, gradient and Adam's moments, and activations of each token of
+    a micro-batch.
     """
     settings = run.settings
     with input_errors(), reading(f"{folder}: its config"):

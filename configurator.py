@@ -42,7 +42,7 @@ MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", boo
 # The values of settings that check_values accepts in every script; `choices` of configure are one script's.
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
-           "reward_errors": ("stop", "unscored", "zero")}
+           "reward_errors": ("stop", "unscored", "zero"), "images": ("", "frozen", "trained")}
 
 
 def tell_launcher(message, later=0):

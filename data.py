@@ -80,6 +80,7 @@ class Prompt(NamedTuple):
     number: int = 0         # the number of the row in Prompts
     epoch: int = 0          # how many times all rows had been drawn before this prompt was
     begun: int = 0          # how many tokens at the end of ids are the beginning of the completion
+    shown: object = None    # an images.Shown if it shows images
 
 
 def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
@@ -99,7 +100,11 @@ def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
     # model_folder.load_tokenizer says how many tokens the model embeds; a tokenizer of your own need not.
     embedded = getattr(tokenizer, "embedded", math.inf)
     prompts = []
-    for (name, row), ids in zip(rows, encoded):
+    for (name, row), text, ids in zip(rows, texts, encoded):
+        if row.get("images"):
+            from options.images import with_images
+            prompts.append(with_images(tokenizer, name, row, text, ids))
+            continue
         if not ids or max(ids) >= embedded:
             raise InputError(f"{name}: its prompt has no tokens, or a token that the model does not have")
         if not chat or isinstance(row["prompt"], str):

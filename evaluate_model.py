@@ -59,6 +59,9 @@ with input_errors():
         rows = data.named_rows(settings, "eval")
         check_tiny_defaults(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
+    if images:
+        from options.images import load_reader
+        load_reader(settings, base, tokenizer)
     eos_ids = distributed.from_master(end_tokens(base, tokenizer))        # a hub may fail a rank
     sample = rollout.load_sampler(settings, tokenizer, eos_ids)
     held_out = data.Prompts(tokenizer, rows, settings, sample.tools)

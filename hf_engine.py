@@ -49,7 +49,7 @@ class HFEngine(Engine):
     @torch.no_grad()
     def step(self):
         requests = self._taken()
-        sampling = requests[0][-4:]                             # temperature, top_p, top_k and min_p
+        sampling = requests[0][4:8]                             # temperature, top_p, top_k and min_p
         # [R]: how many tokens each request gets; fewer than max_tokens if it ends by itself
         lengths = torch.tensor([request.max_tokens for request in requests], device=self.device)
         longest = lengths.max().item()
@@ -115,8 +115,8 @@ class HFEngine(Engine):
 
     def _taken(self):
         # Takes queued requests: those that sample like the first.
-        sampling = self.added[0][-4:]
-        requests = [request for request in self.added if request[-4:] == sampling][:self.max_seqs]
+        sampling = self.added[0][4:8]
+        requests = [request for request in self.added if request[4:8] == sampling][:self.max_seqs]
         self.added = [request for request in self.added if request not in requests]
         return requests
 

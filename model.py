@@ -192,6 +192,7 @@ class Network(nn.Module):
         self.packed = True                      # whether a line may hold several sequences: see check_same
         self.sequence_group = None              # the ranks that share each line with this one, or None
         self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
+        self.reader = None                      # an images.Reader if prompts may show images
 
     @functools.cached_property
     def decoder(self):
@@ -206,13 +207,18 @@ class Network(nn.Module):
 
         If the line is cut over ranks, these are the places in this rank's part.
         """
+        inputs = {"input_ids": batch.input_ids}
+        if self.reader:
+            inputs = self.reader.inputs(self, batch)
         hidden = self.decoder(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments,
+            **inputs, position_ids=batch.position_ids, segments=batch.segments,
             cut=batch.cut, use_cache=False).last_hidden_state                       # [1, T, H]
         return Pick.apply(hidden.flatten(0, 1), batch.index)
 
     def text_parameters(self):
-        """Return the set of parameters that training may change: those of decoder and head."""
+        """Return the set of parameters that training may change: those of decoder and head, or all."""
+        if self.reader and self.reader.trained:
+            return {*self.hf.parameters()}
         return {*self.decoder.parameters(), *self.head.parameters()}
 
     def saved_parameters(self):
@@ -352,6 +358,9 @@ def micro_batches(network, rollouts, chosen, token_budget):
     count = max(1, *distributed.gathered([len(batches)]))
     while len(batches) < count:
         batches.append(micro_batch([], P))
+    if network.reader:
+        for batch in batches:
+            network.reader.attach(batch, rollouts, network.hf.base_model)
     if group:
         from options.sequence_parallel import cut_over
         batches = sum([cut_over(group, batch) for batch in batches], [])
@@ -411,6 +420,7 @@ def open_folders(settings, longest, resumed=None, clock=None):
         reference    the same, if the script has the setting reference_model
         critic       the same, if the script has the setting critic_model
         tokenizer    the policy's tokenizer
+        reader       its images.Reader if prompts may show images, or None
         eos_ids      the tokens that end a completion
         suits        the settings that suit the policy, by its config: {name: value}
         note         see end_note; empty if prompts are no messages
@@ -418,7 +428,10 @@ def open_folders(settings, longest, resumed=None, clock=None):
     """
     policy = check_trainable(settings.model, length=longest)
     tokenizer = load_tokenizer(policy, settings=settings, clock=clock)
-    folders = SimpleNamespace(policy=policy, tokenizer=tokenizer)
+    folders = SimpleNamespace(policy=policy, tokenizer=tokenizer, reader=None)
+    if settings.images:
+        from options.images import load_reader
+        folders.reader = load_reader(settings, policy, tokenizer)
     for kind in ("reference", "critic"):
         key = f"{kind}_model"
         if hasattr(settings, key):
@@ -439,7 +452,7 @@ CLOSE = 1e-4                # a smaller difference, relative to the largest valu
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=False, sequence_group=None,
-                adapter=None, trained=True):
+                adapter=None, trained=True, reader=None):
     """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
     sequence_group: the ranks that share each line with this one, or None. adapter: None, or the arguments of
@@ -456,7 +469,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
             config = AutoConfig.from_pretrained(path)
         return Policy(read_model(label, model_class(config), path, config))
 
-    policy = on_all_ranks(label, read, sequence_group).requires_grad_(trained)
+    policy = on_all_ranks(label, read, sequence_group, reader).requires_grad_(trained)
     if adapter or not trained:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -470,10 +483,11 @@ def load_reference(path, policy, mesh, dtype):
     """
     if policy.adapters and policy.hf.name_or_path == path:
         return policy.adapters.base
-    return load_policy(path, mesh, dtype, sequence_group=policy.sequence_group, trained=False)
+    return load_policy(path, mesh, dtype, sequence_group=policy.sequence_group, trained=False,
+                       reader=policy.reader)
 
 
-def on_all_ranks(label, read, sequence_group):
+def on_all_ranks(label, read, sequence_group, reader=None):
     """Return the Policy or Critic that read() returns on rank 0, on every rank, after it was compared there.
 
     On the other ranks its parameters are on the meta device, without numbers. An InputError of rank 0 is
@@ -484,7 +498,8 @@ def on_all_ranks(label, read, sequence_group):
     if dist.get_rank() == 0:
         try:
             network = read()
-            network.packed = check_same(label, network, sequence_group.size() if sequence_group else 1)
+            check = reader.check_same if reader else check_same
+            network.packed = check(label, network, sequence_group.size() if sequence_group else 1)
             # As deepcopy takes it: {id of an object: the copy of it}
             replaced = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad)
                         for x in network.parameters()}
@@ -497,6 +512,7 @@ def on_all_ranks(label, read, sequence_group):
     if dist.get_rank() > 0:
         network = result
     network.sequence_group = sequence_group
+    network.reader = reader
     return network
 
 
@@ -513,8 +529,9 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
         parameter.requires_grad_(False)
     lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
     layers = lists[0] if lists else []
+    decoded = {*decoder.parameters(), *network.head.parameters()}
     images = [part for part in network.hf.base_model.children()
-              if part is not decoder and text.isdisjoint(part.parameters())]
+              if part is not decoder and decoded.isdisjoint(part.parameters())]
     if torch_compile:
         # Attention reads Python objects that change with each micro-batch.
         AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
@@ -601,7 +618,7 @@ def check_same(label, network, P):
     sequences = [ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:]]
     try:
         expected = torch.cat([network.by_transformers(torch.tensor(ids).long()) for ids in sequences])
-        network.hf.set_attn_implementation("packed")
+        network.decoder.set_attn_implementation("packed")
         for packed in (True, False):
             gap = (by_training(network, sequences, packed) - expected).abs().max() / expected.abs().max()
             if gap < CLOSE:                                             # False if it is NaN

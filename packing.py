@@ -44,6 +44,8 @@ class MicroBatch:
     # If top_k restricts sampling, the tokens that each sampled token was drawn from, int32 [C, largest set]
     # (options/kept_sets.py).
     kept: torch.Tensor = None
+    members: list = ()           # triples (Sequence, size, shared), as in micro_batch
+    shown: tuple = ()            # what it shows, in runs with images: see images.Reader.attach
     # A Cut (options/sequence_parallel.py) if this rank has only a part of the line. Then input_ids and
     # position_ids are [1, T / P], and index and targets hold only what is predicted in this part.
     cut: object = None
@@ -252,7 +254,7 @@ def micro_batch(members, multiple):
         input_ids=joined(ids)[None], position_ids=joined(positions)[None],
         segments=Segments([*map(len, ids)], seen), index=joined(index), targets=joined(targets),
         sequences=[sequence[:3] for sequence, _, _ in members],
-        lengths=[len(sequence.targets) for sequence, _, _ in members])
+        lengths=[len(sequence.targets) for sequence, _, _ in members], members=members)
 
 
 def joined(arrays):

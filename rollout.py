@@ -152,6 +152,7 @@ class Request(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0           # 0 samples from all tokens
     min_p: float = 0.0
+    shown: object = None     # an images.Shown if the prompt shows images
 
 
 class Answer(NamedTuple):
@@ -187,6 +188,9 @@ def load_engine(settings, model, dtype, max_length, eos_ids, apart=False):
     whether no trainer uses this engine's device.
     """
     kind = engine_class(settings.engine)
+    if settings.images:
+        from options.images import seeing
+        kind = seeing(kind)
     try:
         engine = kind(
             model, dtype, max_length, eos_ids, settings.vllm_gpu_memory_utilization,
@@ -244,7 +248,8 @@ def jobs_for(settings, prompts, n, names, prefix="", **sampling):
     jobs = []
     for prompt, name in zip(prompts, names):
         seed = zlib.crc32(f"{settings.seed} {name}".encode())
-        jobs += [(prompt.row, Request(None, prompt.ids, seed + i, **sampling)) for i in range(n)]
+        jobs += [(prompt.row, Request(None, prompt.ids, seed + i, shown=prompt.shown, **sampling))
+                 for i in range(n)]
     return jobs
 
 

@@ -156,7 +156,7 @@ sampler.close()                                                 # only the engin
 with input_errors():
     run.check_data(folders, train_set, eval_set, data_note)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
+                         sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
     reference = None
     if kl_coef > 0:                                             # it may be the policy without its adapters
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)

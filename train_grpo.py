@@ -117,7 +117,7 @@ with input_errors():                                            # an InputError 
     run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))        # a text for the console
 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
+                         sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
     reference = None
     if kl_coef > 0:                                             # it may be the policy without its adapters
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)

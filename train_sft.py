@@ -92,7 +92,7 @@ with input_errors():                                            # an InputError 
         rollout_engine = rollout.load_engine(
             settings, folders.policy, compute_dtype, longest, folders.eos_ids)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
+                         sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)

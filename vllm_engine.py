@@ -29,6 +29,7 @@ class VLLMEngine(Engine):
     name = "vllm"
     naming = "checkpoint"
     PARTS = "weights", "kv_cache"               # of vLLM's memory, which can sleep
+    own_arguments = {}                          # arguments of vllm.LLM that a class of its own changes
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  apart=False, in_flight=False):
@@ -71,6 +72,7 @@ class VLLMEngine(Engine):
         gc.freeze()                             # vLLM collects garbage three times, and skips what is frozen
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()
+        arguments |= {"language_model_only": config.is_multimodal_model} | self.own_arguments
         if not self.cuda and (config.is_hybrid or config.is_attention_free):
             # The prefix cache cannot hold the states of recurrent layers unless prompts are read in chunks.
             arguments["enable_prefix_caching"] = False
@@ -84,7 +86,7 @@ class VLLMEngine(Engine):
         llm = vllm.LLM(
             **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
             enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
+            tensor_parallel_size=tensor_parallel_size,
             hf_overrides={"head_dtype": "float32"},  # for logits; vLLM 0.25 does not know it
             logprobs_mode="processed_logprobs",      # after temperature, min_p, top_k and top_p
             max_logprobs=-1,                         # no limit for requests; by default it is 20
@@ -145,7 +147,9 @@ class VLLMEngine(Engine):
         for request in requests:
             sampling = request._asdict()        # vLLM has the same names
             name = str(sampling.pop("name"))
-            prompt = {"prompt_token_ids": sampling.pop("ids")}
+            prompt = self.prompt_of(request)
+            for key in ("ids", "shown"):
+                del sampling[key]
             count = 0                           # how many of the likeliest tokens' logprobs are returned
             if request.top_k and request.temperature:
                 from options.kept_sets import TIES
@@ -158,8 +162,7 @@ class VLLMEngine(Engine):
                 **sampling, logprobs=count, flat_logprobs=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
-            if self.stop:
-                self.stop.watch(engine.output_processor.request_states[added].detokenizer)
+            self.added_as(request, engine.output_processor.request_states[added])
         engine.abort_request([str(name) for name in aborted])
         answers = [self._answer(name, [], [], "abort") for name in aborted]
         for output in engine.step():
@@ -176,6 +179,15 @@ class VLLMEngine(Engine):
                                             sample.finish_reason, kept))
         self.show(len(answers), sum(len(answer.ids) for answer in answers))
         return answers
+
+    def prompt_of(self, request):
+        """Return what vLLM gets of a Request for its prompt."""
+        return {"prompt_token_ids": request.ids}
+
+    def added_as(self, request, state):
+        """Look at the state that vLLM has made of a Request."""
+        if self.stop:
+            self.stop.watch(state.detokenizer)
 
     def _load(self, named_tensors):
         # Loads weights. Returns {name: checksum} of the tensors that have arrived, for weights.load_checked.

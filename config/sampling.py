@@ -14,6 +14,8 @@ chat = True                     # apply the chat template to messages; False joi
 system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
 chat_template = ""              # a file with a Jinja template that takes the place of the tokenizer's
 chat_template_kwargs = ""       # arguments of the template, as JSON: {"enable_thinking": false}
+images = ""                     # frozen or trained: rows may show images, and the layers that see them stay
+                                # as they are or are trained as well: docs/images.md
 # sampling: docs/recipes.md
 top_p = 1.0                     # sample from the likeliest tokens that together have this probability
 top_k = 0                       # sample from this many likeliest tokens; 0 samples from all

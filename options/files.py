@@ -84,7 +84,8 @@ def split_rows(s, split):
     if split == "eval":
         path = s.eval_file or path
     # With an environment rows need no prompt, because its reset may give one.
-    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment), s.prompt_format)
+    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment), s.prompt_format,
+                     bool(s.images))
     if s.eval_file:
         return rows
     places = rows.places[split == "eval"]
@@ -96,21 +97,23 @@ def split_rows(s, split):
 
 
 @functools.lru_cache(maxsize=1)
-def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False, prompt_format=""):
+def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optional=False, prompt_format="",
+              images=False):
     # Returns all Rows of the files that a setting names. They are read once for both splits.
     form = SimpleNamespace(prompt_column=prompt_column, answer_column=answer_column, chat=chat,
-                           prompt_optional=prompt_optional, prompt_format=prompt_format, columns=set())
+                           prompt_optional=prompt_optional, prompt_format=prompt_format, columns=set(),
+                           images=images)
     packed = []
     columns = {}
     places = {True: [], False: []}                              # of the rows that are held out, and of others
     unanswered = []                                             # the names of rows without an answer
     if prompt_format:
         # All rows are read once more before, because a row may lack a column that others have.
-        for _, row, _ in all_rows(paths):
+        for _, row, *_ in all_rows(paths):
             form.columns |= row.keys()
     # In a plain row these columns are a prompt and an answer already.
-    as_named = prompt_column == prompt_format == "" and answer_column in ("", "answer")
-    for name, row, source in all_rows(paths):
+    as_named = prompt_column == prompt_format == "" and answer_column in ("", "answer") and not images
+    for name, row, source, file in all_rows(paths):
         with naming(name):
             answered = True
             if as_named and is_plain(row):
@@ -118,9 +121,10 @@ def file_rows(paths, prompt_column="", answer_column="", chat=True, prompt_optio
                     row["source"] = source
             else:
                 from options.foreign_rows import plain_row
-                answered = plain_row(row, source, form)
+                answered = plain_row(row, source, form, file)
             # A row without a prompt is told from others by all of it.
             text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
+            text += "".join(row.get("images", ()))
             places[held_out(text)].append(len(packed))
         if not answered:
             unanswered.append(name)
@@ -167,7 +171,7 @@ def held_out(text):
 
 
 def all_rows(paths):
-    # Yields the rows of the files as triples: a name, a dict, and the source that the setting names or None.
+    # Yields the rows of the files: a name, a dict, the source that the setting names or None, and the file.
     for file, source in files_of(paths):
         for name, row in read_rows(file):
             with naming(name):
@@ -175,7 +179,7 @@ def all_rows(paths):
                     row = json.loads(row)
                 if not isinstance(row, dict):
                     raise InputError("not an object")
-            yield name, row, source
+            yield name, row, source, file
 
 
 def files_of(setting):

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import numbers
+import os
 import re
 
 from configurator import InputError
@@ -19,13 +20,17 @@ ROLE_OF = {"human": "user", "observation": "tool", "function": "tool",
            **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
 
 
-def plain_row(row, source, form):
+def plain_row(row, source, form, file):
     """Change a row of a file into a plain one, and return whether it has an answer.
 
     source: the source that the setting gives its file, or None. form: the settings prompt_column,
-    answer_column, chat and prompt_format; prompt_optional, whether the row may lack a prompt; and columns,
-    those of all rows if there is a prompt_format. Raises InputError for what cannot be read as a row.
+    answer_column, chat and prompt_format; prompt_optional, whether the row may lack a prompt; images, whether
+    it may show images; and columns, those of all rows if there is a prompt_format. Raises InputError for what
+    cannot be read as a row.
     """
+    if form.images:
+        from options.images import place_images, take_images
+        images = take_images(row, [form.prompt_column, *PROMPT_COLUMNS], os.path.dirname(file))
     check_text_alone(row)
     if "tools" in row:
         row["tools"] = tools_of(row["tools"])
@@ -40,6 +45,9 @@ def plain_row(row, source, form):
     if "{system}" in form.prompt_format:
         row["system"] = None                                    # the prompt has it already
     prompt = prompt_of(row, prompt_column, form.chat, form.prompt_optional)
+    if form.images:
+        prompt = place_images(prompt, images)
+        row["images"] = images
     answer = answer_of(row, [form.answer_column] if form.answer_column else ANSWER_COLUMNS)
     # The columns answer and source stay as they are if there is nothing for them.
     row |= without_null({"prompt": prompt, "answer": answer, "source": source})

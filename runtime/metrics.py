@@ -190,8 +190,9 @@ def sample_lines(rollouts, n, tokenizer, step):
                 "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
                 # + 0.0 makes 0.0 of -0.0.
                 "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist()}
-        if r.extra:
-            line["extra"] = r.extra
+        for key, value in (("extra", r.extra), ("images", r.row.get("images"))):
+            if value:
+                line[key] = value
         lines.append(line)
     return lines
 

@@ -33,7 +33,7 @@ logging.set_verbosity_error()
 ROOT = Path(__file__).resolve().parents[1]
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
-           "tiny_episodes": f"{ROOT}/tiny/episodes"}
+           "tiny_episodes": f"{ROOT}/tiny/episodes", "tiny_squares": f"{ROOT}/tiny/squares"}
 # The files of a processor, which turns images into numbers. Training does not need them, but a folder keeps
 # them for those who show the model images.
 PROCESSOR = "processor_config.json preprocessor_config.json video_preprocessor_config.json".split()

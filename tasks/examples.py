@@ -106,11 +106,11 @@ def examples_of(row, sampler):
         messages.insert(0, {"role": "system", "content": s.system_prompt})
     render = partial(tokenizer.apply_chat_template, tools=row.get("tools") or sampler.tools, tokenize=False)
     numbers = range(len(messages) - count, len(messages))
-    return [example_of_turn(messages[:number + 1], sampler, render) for number in numbers
+    return [example_of_turn(messages[:number + 1], sampler, render, row) for number in numbers
             if is_learned(messages[number])]
 
 
-def example_of_turn(messages, sampler, render):
+def example_of_turn(messages, sampler, render, row):
     # Returns the example that teaches the last of the messages. render: the chat template with its tools.
     tokenizer = sampler.tokenizer
     *others, message = messages
@@ -131,7 +131,13 @@ def example_of_turn(messages, sampler, render):
         raise InputError("the chat template does not say which tokens are the assistant's: after "
                          f"{tokenizer.decode(before)[-200:]!r} it should write {message!r:.300} and an "
                          f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")
-    return example(after, len(before))
+    ids = before
+    if row.get("images"):
+        from options.images import with_images
+        ids = with_images(tokenizer, "prompt", row, texts[0], before).ids
+    turn = example(ids + after[len(before):], len(ids))
+    turn.row = row                                              # whose images it shows
+    return turn
 
 
 def example(ids, start):

@@ -198,11 +198,13 @@ def generated_rows(task, split, count, seed=0, difficulty=1):
     Raises InputError for an unknown task, and if there are too few distinct problems.
     """
     generate = algebra_problem
-    if task != "algebra":
+    if task == "squares":
+        from tasks.squares import squares_problem as generate
+    elif task != "algebra":
         from tasks.more_problems import GENERATORS
         if task not in GENERATORS:
-            raise InputError(f"task must be algebra, {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or "
-                             f"file, not {task!r}")
+            raise InputError(f"task must be algebra, squares, {', '.join(GENERATORS)}, gsm8k, "
+                             f"reasoning_gym:... or file, not {task!r}")
         generate = GENERATORS[task]
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng = random.Random(f"{task} {split} {seed} {difficulty}")
@@ -210,7 +212,7 @@ def generated_rows(task, split, count, seed=0, difficulty=1):
     misses = 0
     while len(rows) < wanted and misses < 20_000:
         text, columns = generate(rng, difficulty)
-        parts = [text]
+        parts = [columns.pop("name", text)]
         if "hidden" in columns:
             parts.append(columns["hidden"])
         name = ", ".join(parts)

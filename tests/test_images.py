@@ -166,14 +166,18 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_row_gives_the_same_ids(folder, tmp_path, form):
+def test_every_form_of_a_row_shows_the_same(folder, tmp_path, form):
+    """A path has ids of its own below 0, because they are made of it."""
     (tmp_path / "one.png").write_bytes(picture(1))
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS[form] | {"answer": "1"}))
     [named] = files.file_rows(str(tmp_path / "rows.jsonl"), images=True)
-    _, tokenizer = reader_of(folder)
+    reader, tokenizer = reader_of(folder)
     [prompt] = data.encode_rows(tokenizer, [named])
     [expected] = data.encode_rows(tokenizer, [("row", row([1]))])
-    assert prompt.ids == expected.ids and min(prompt.ids) < 0
+    assert prompt.ids == expected.ids or form == "a path"
+    assert tokenizer.decode(prompt.ids) == tokenizer.decode(expected.ids) and min(prompt.ids) < 0
+    read, shown = (reader.pixels(x.row["images"])["pixel_values"] for x in (prompt, expected))
+    assert torch.equal(read, shown)
 
 
 def test_a_parquet_file_of_the_hub(folder, tmp_path):
@@ -258,7 +262,7 @@ def test_wrong_rows_are_named(tmp_path, row, message):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"chat": False}, "images=frozen: not together with chat=false"), ({"tools": "x.py:f"}, "not together with an environment, tools"),
+    ({"chat": False}, "images=frozen: not together with chat=false"), ({"agent": "x.py:f"}, "not together with an agent"),
     ({"critic_model": ""}, "not together with a critic"), ({"sequence_parallel_size": 2}, "not together with sequence_parallel_size"),
     ({"images": "trained", "lora_rank": 8}, "images=trained: not together with lora_rank")])
 def test_what_does_not_go_with_images(folder, settings, message):
@@ -393,6 +397,33 @@ def test_a_run_and_its_resume(tmp_path, images):
     same = [torch.equal(a, b) for a, b in zip(before.model.vision_model.parameters(), after.model.vision_model.parameters())]
     assert all(same) if images == "frozen" else not any(same)
     assert not torch.equal(before.get_output_embeddings().weight, after.get_output_embeddings().weight)
+
+
+AGAIN = """
+class Again:
+    def reset(self, answer, **row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "No. <image> Again?", float(self.turns), self.turns == 3
+"""
+
+
+def test_an_episode_about_an_image(tmp_path):
+    """All turns see the picture, and a placeholder in a reply is a token like any other."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    lines, _ = train("train_grpo.py", tmp_path / "run", environment=tmp_path / "again.py:Again", max_completion_length=90)
+    assert lines[0]["reward"] == 6 and lines[0]["sampling/sampling_logp_difference/mean"] < 2e-5
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in samples[0]["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
+
+
+def test_an_environment_that_returns_an_image_is_refused(tmp_path):
+    block = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}'
+    (tmp_path / "again.py").write_text(AGAIN.replace('"No. <image> Again?"', f'[{{"role": "user", "content": [{block}]}}]'))
+    runs.refused(["config/tasks/squares.py", f"--environment={tmp_path}/again.py:Again", "--max_completion_length=90"],
+                 "in turn 1: step returned ([{'role': 'user', 'content': [{'type': 'image_url'", tmp_path, loads=True)
 
 
 def test_other_scripts_and_settings(tmp_path):

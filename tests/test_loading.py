@@ -465,7 +465,7 @@ def pickled(content):
 
 
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-HF_ENGINE = SimpleNamespace(engine="hf", vllm_gpu_memory_utilization=0.4)
+HF_ENGINE = SimpleNamespace(engine="hf", images="", vllm_gpu_memory_utilization=0.4)
 LOADERS = [("model", lambda path, mesh: load_policy(path, mesh, torch.float32)),
            ("critic_model", lambda path, mesh: load_critic(path, mesh, torch.float32)),
            ("model", lambda path, mesh: load_engine(HF_ENGINE, path, torch.float32, 64, [10]))]

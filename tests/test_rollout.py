@@ -180,7 +180,7 @@ def until_stopped(rollouts, strings, tokenizer, eos_ids):
 
 def watches(engine, stop, folder, monkeypatch):
     """Gives an engine what load_engine gives one that it makes."""
-    settings = SimpleNamespace(engine="hf", vllm_gpu_memory_utilization=0.4, stop=stop)
+    settings = SimpleNamespace(engine="hf", images="", vllm_gpu_memory_utilization=0.4, stop=stop)
     made = rollout.load_engine(settings, folder, torch.float32, 64, [10, 20, 30])
     monkeypatch.setattr(engine, "stop", made.stop)
     return made
@@ -677,7 +677,7 @@ def test_a_terminal_shows_how_far_the_work_is_and_a_pipe_nothing(engine, monkeyp
     assert "\n" not in text and re.fullmatch(" *", text.split("\r")[-2]) and text.endswith("\r")
 
     network = torch.nn.Linear(1, 1)
-    network.sequence_group, network.packed = None, True
+    network.sequence_group, network.packed, network.reader = None, True, None
     update = lambda: [*micro_batches(network, rollouts, range(32), 64)]
     text = shown(monkeypatch, update)
     assert re.search(r"micro-batches: +\d+%\|.+\| 2/\d+ \[", text) and text.endswith("\r") and "\n" not in text

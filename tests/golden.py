@@ -48,6 +48,7 @@ RUNS = {
     "two_ranks": (2, "train_grpo.py", ("--token_budget=1024",)),
     "environment": (1, "train_grpo.py", (
         "config/tasks/guess.py", *EPISODES, "--max_completion_length=192")),
+    "images": (1, "train_grpo.py", ("config/tasks/squares.py",)),
     "agent": (1, "train_grpo.py", (
         *EPISODES, "--task=arithmetic", f"--agent={FOLDER / 'agent.py'}:solve", "--max_completion_length=96")),
 }

@@ -45,8 +45,9 @@ def make(folder):
                      "head_dim": 32, "max_position_embeddings": 1024, "bos_token_id": None,
                      "eos_token_id": end, "pad_token_id": pad, "tie_word_embeddings": True}
     config = Idefics3Config(
-        vision_config=layers | {"image_size": 32, "patch_size": 8}, text_config=text, scale_factor=1, pad_token_id=pad,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True, suits=SUITS)
+        vision_config=layers | {"image_size": 32, "patch_size": 8}, text_config=text, scale_factor=1,
+        pad_token_id=pad, image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True,
+        suits=SUITS)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():

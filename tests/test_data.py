@@ -1228,7 +1228,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
 
 SETTINGS = {"model": "tiny", "tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "prompt_column": "", "prompt_format": "", "answer_column": "", "system_prompt": "",
+            "environment": "", "images": "", "prompt_column": "", "prompt_format": "", "answer_column": "", "system_prompt": "",
             "chat_template": "", "max_prompt_length": 24}
 
 

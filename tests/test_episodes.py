@@ -29,7 +29,7 @@ from options import saved_rollouts
 from options import user_code
 from test_rollout import ENGINES, identical
 
-SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
+SETTINGS = {"environment": "", "images": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
             "tools": "", "agent": "", "max_environments": 0, "stop": "", "answer_column": "",
             "max_completion_length": 120, "call_workers": 0, "call_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",

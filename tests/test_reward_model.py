@@ -184,7 +184,7 @@ def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
 
 def scorer_of(path):
     settings = {"reward": "none", "task": "algebra", "call_timeout": 1.0, "call_workers": 0,
-                "reward_errors": "stop", "stop": "", "environment": "", "agent": "", "tools": "", "max_environments": 0,
+                "reward_errors": "stop", "stop": "", "environment": "", "images": "", "agent": "", "tools": "", "max_environments": 0,
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
     settings = SimpleNamespace(**settings)
     player = EpisodeSampler(settings, TOKENIZER, [TOKENIZER.eos_token_id])

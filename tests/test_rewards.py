@@ -436,7 +436,7 @@ def test_a_reward_that_raises(tmp_path, capsys):
 
 SETTINGS = {"reward": "", "task": "algebra", "call_timeout": 5.0, "call_workers": 0,
             "reward_errors": "stop", "reward_weights": "", "reward_model": "", "stop": "",
-            "answer_column": "", "environment": "", "agent": "", "tools": "", "max_environments": 0, "token_budget": 100}
+            "answer_column": "", "environment": "", "images": "", "agent": "", "tools": "", "max_environments": 0, "token_budget": 100}
 TOKENIZER = pretrain.make_tokenizer()
 
 

@@ -550,7 +550,7 @@ def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
     ({"loss_type": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}, ""), ({"loss_type": "cispo", "epsilon_high": 4.0}, "")])
 def test_bounds_of_another_loss_are_named_at_the_start(settings, says):
     settings = SimpleNamespace(**{"epsilon": 0.2, "epsilon_high": 0.2, "prompts_per_step": 1, "num_generations": 1, "model": "m",
-                                  "max_steps": 1, "token_budget": 9, "environment": "", "tools": "", "agent": "", "call_workers": 0,
+                                  "max_steps": 1, "token_budget": 9, "environment": "", "images": "", "tools": "", "agent": "", "call_workers": 0,
                                   "dtype": "float32"} | settings)
     run = SimpleNamespace(settings=settings, out_dir="", world_size=1, engine=SimpleNamespace(name="hf"),
                           notes=[], resumed=None, state={"settings": vars(settings)})

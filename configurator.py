@@ -41,8 +41,9 @@ KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that as
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 # The values of settings that check_values accepts in every script; `choices` of configure are one script's.
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
-           "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
-           "reward_errors": ("stop", "unscored", "zero"), "images": ("", "frozen", "trained")}
+           "lr_decay": ("constant", "linear", "cosine"), "optimizer": ("adamw", "sgd"),
+           "old_logprobs": ("trainer", "engine"), "reward_errors": ("stop", "unscored", "zero"),
+           "images": ("", "frozen", "trained")}
 
 
 def tell_launcher(message, later=0):
@@ -312,6 +313,8 @@ RULES = (
     # updates
     (lambda num_mini_batches, prompts_per_step, num_generations:
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
+    (lambda learning_rate, optimizer: optimizer != "sgd" or "learning_rate" in overridden,
+     ": a default for AdamW; with optimizer=sgd it would teach nothing. Give SGD its own, 3 for the tiny model"),
     (lambda adam_beta1, adam_beta2: max(adam_beta1, adam_beta2) < 1,
      " and adam_beta2={adam_beta2}: both must be below 1"))
 

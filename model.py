@@ -564,11 +564,14 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
 
 
 def make_optimizer(network, learning_rate, settings):
-    """Return AdamW for the parameters of a network.
+    """Return the optimizer of a network's parameters: AdamW, or SGD for a Policy with optimizer=sgd.
 
-    settings: a script's, of which this reads weight_decay, adam_beta1, adam_beta2 and offload_optimizer.
-    Adam's moments are 8 bytes per parameter, spread over the ranks.
+    settings: a script's, of which this also reads weight_decay, adam_beta1, adam_beta2 and offload_optimizer.
+    Adam's moments are 8 bytes per parameter, spread over the ranks. SGD without momentum has none.
     """
+    # fused=True of SGD fails on sharded parameters.
+    if settings.optimizer == "sgd" and isinstance(network, Policy):
+        return torch.optim.SGD(network.parameters(), learning_rate, weight_decay=settings.weight_decay)
     optimizer = torch.optim.AdamW(
         network.parameters(), learning_rate, (settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay, fused=True)

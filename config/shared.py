@@ -18,6 +18,8 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
+optimizer = "adamw"             # the policy's: adamw, or sgd, which has no moments and so takes 8 bytes per
+                                # parameter less (docs/recipes.md); PPO's critic keeps adamw
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
 lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 weight_decay = 0.0              # an update takes learning_rate * weight_decay of each trained weight off it

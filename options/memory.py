@@ -107,15 +107,16 @@ def sharded(s, b, shards):
     if s.lora_rank:
         trained = s.lora_rank * m.through
         weights = b * m.whole + 4 * trained
+    with_moments = 0 if s.optimizer == "sgd" else trained
     most_gradients = trained                                    # those of one network at a time
     if hasattr(s, "critic_model"):
         critic = sizes(s.critic_model or s.model).whole
         weights += 4 * critic
         most_gradients = max(most_gradients, critic)
-        trained += critic
+        with_moments += critic
     if getattr(s, "kl_coef", 0) > 0:                            # a script of your own may have dropped it
         weights += b * sizes(s.reference_model or s.model).whole
-    return weights / shards, 4 * most_gradients / shards, 8 * trained / shards
+    return weights / shards, 4 * most_gradients / shards, 8 * with_moments / shards
 
 
 def forecast_note(s, ranks):

@@ -154,6 +154,9 @@ def opening(run, policy):
                          "state")
         if key in BATCH and value != run.state["settings"].get(key, value):
             lines.append(f"{key}={value} is new: the run goes on behind the rows that it has drawn")
+    if s.optimizer == "sgd":
+        lines.append("optimizer=sgd has no moments: for the policy adam_beta1, adam_beta2 and "
+                     "offload_optimizer are not read")
     if s.call_workers and (s.environment or s.tools or s.agent):
         lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                      "for bit")

@@ -21,7 +21,7 @@ from options.memory import forecast, forecast_note, sizes
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
                 entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",
                 max_prompt_length=64, max_completion_length=64, prompts_per_step=8, num_generations=4,
-                reference_model="", lora_rank=0, shard_ranks=0,
+                reference_model="", lora_rank=0, shard_ranks=0, optimizer="adamw",
                 vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=0.4)
 LLAMA = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
@@ -129,6 +129,13 @@ def test_shards_are_those_of_fsdp(mesh, tmp_path, name, ranks):
     assert resting == pytest.approx(expected + head, rel=2e-3)
     bfloat16, _ = forecast(settings(**vars(s) | {"dtype": "bfloat16"}), ranks, 1e12, False)
     assert resting - bfloat16 == pytest.approx(policy[0] / 2)                           # of the reference
+
+
+def test_sgd_has_no_moments_and_a_critic_still_does(folder):
+    for more in ({}, {"critic_model": ""}):
+        adamw, sgd = (forecast(settings(folder, rollout_ranks=1, optimizer=name, **more), 1, 1e12, False)[0]
+                      for name in ("adamw", "sgd"))
+        assert adamw - sgd == 8 * sizes(str(folder)).whole
 
 
 def test_a_script_may_have_dropped_settings(folder):

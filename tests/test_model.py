@@ -423,7 +423,7 @@ def test_the_optimizer_is_adamw_with_the_settings():
     decay, beta1, beta2, rate = 0.3, 0.7, 0.8, 0.05
     network = torch.nn.ParameterList([torch.tensor([0.5, -2.0]), torch.tensor([1.0])])
     optimizer = make_optimizer(network, rate, SimpleNamespace(
-        weight_decay=decay, adam_beta1=beta1, adam_beta2=beta2, offload_optimizer=False))
+        weight_decay=decay, adam_beta1=beta1, adam_beta2=beta2, offload_optimizer=False, optimizer="adamw"))
     weights, means, squares = [0.5, -2.0], [0.0, 0.0], [0.0, 0.0]
     for step, gradients in enumerate([[0.1, -0.2], [-0.4, 0.0], [0.3, 0.6]], 1):
         network[0].grad = torch.tensor(gradients)
@@ -443,7 +443,7 @@ def test_moments_are_in_host_memory_except_during_the_step():
         weight = torch.nn.Parameter(torch.empty(3, 4, device="cuda:0"))
         network, seen = torch.nn.ParameterList([weight]), []
         optimizer = make_optimizer(network, 1e-3, SimpleNamespace(
-            weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, offload_optimizer=True))
+            weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, offload_optimizer=True, optimizer="adamw"))
         optimizer.register_step_pre_hook(lambda *_: seen.append(moments()))
         for _ in range(2):
             weight.grad = torch.empty_like(weight)

@@ -300,6 +300,8 @@ RULES = (
     (lambda agent, environment, tools, system_prompt, max_turns:
      not agent or not (environment or tools or system_prompt or max_turns),
      ": environment, tools, system_prompt and max_turns are the agent's own"),
+    (lambda lora_rank, lora_from: lora_rank > 0 or not lora_from,
+     ": lora_from={lora_from} needs the rank of its adapter"),
     # ranks
     (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
      " does not divide the {samplers} ranks that sample"),
@@ -314,7 +316,7 @@ RULES = (
     (lambda num_mini_batches, prompts_per_step, num_generations:
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
     (lambda learning_rate, optimizer: optimizer != "sgd" or "learning_rate" in overridden,
-     ": a default for AdamW; with optimizer=sgd it would teach nothing. Give SGD its own, 3 for the tiny model"),
+     ": a default for AdamW, at which optimizer=sgd learns nothing; give it its own, such as 3 for model=tiny"),
     (lambda adam_beta1, adam_beta2: max(adam_beta1, adam_beta2) < 1,
      " and adam_beta2={adam_beta2}: both must be below 1"))
 

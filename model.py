@@ -202,6 +202,12 @@ class Network(nn.Module):
             part = part.get_decoder()
         return part
 
+    @property
+    def layers(self):
+        """The decoder's layers, which FSDP2 shards one by one."""
+        lists = [part for part in self.decoder.children() if isinstance(part, nn.ModuleList)]
+        return lists[0] if lists else []
+
     def hidden_states(self, batch):
         """Return the last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
 
@@ -456,7 +462,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
     """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
     sequence_group: the ranks that share each line with this one, or None. adapter: None, or the arguments of
-    lora.adapt after the layers; then everything except the adapters is frozen, in dtype. trained: False for a
+    lora.adapt after the policy; then everything except the adapters is frozen, in dtype. trained: False for a
     reference model. It needs no gradient, so its weights are in dtype as well, which in bfloat16 takes half
     the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32. Raises
     InputError for a model that cannot be loaded, or whose logprobs would not be those that transformers
@@ -479,10 +485,11 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
 def load_reference(path, policy, mesh, dtype):
     """Return the frozen model with which a KL compares a policy, from a folder or hub id, in dtype.
 
-    If `path` is the base of the policy's adapters, this is the policy without them, which takes no memory.
+    If `path` is the base of the policy's adapters, this is the policy as the run began, which takes hardly
+    any memory.
     """
     if policy.adapters and policy.hf.name_or_path == path:
-        return policy.adapters.base
+        return policy.adapters.initial
     return load_policy(path, mesh, dtype, sequence_group=policy.sequence_group, trained=False,
                        reader=policy.reader)
 
@@ -527,8 +534,7 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
     text = network.text_parameters()
     for parameter in {*network.hf.parameters()} - text:
         parameter.requires_grad_(False)
-    lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
-    layers = lists[0] if lists else []
+    layers = network.layers
     decoded = {*decoder.parameters(), *network.head.parameters()}
     images = [part for part in network.hf.base_model.children()
               if part is not decoder and decoded.isdisjoint(part.parameters())]
@@ -543,16 +549,15 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if gradient_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    sharding = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
     if adapter:
         from options.lora import adapt
-        adapt(network, layers, *adapter)
+        sharding = adapt(network, *adapter)
     tensors = {}                                                # rank 0 has them, whole
     if dist.get_rank() == 0:
         tensors = network.state_dict()
-    # With adapters the base is in dtype already, and the adapters compute in float32 (lora.merge).
-    precision = MixedPrecisionPolicy(None if adapter else dtype, torch.float32)
     for part in [*layers, *images, network]:
-        fully_shard(part, mesh=mesh, mp_policy=precision)
+        fully_shard(part, mesh=mesh, **sharding)
 
     def off_meta(x):
         return torch.empty_like(x, device=mesh.device_type) if x.is_meta else x

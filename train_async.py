@@ -139,8 +139,8 @@ if not bridge.trains:
             print(episode_note)
         rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest,
                                              folders.eos_ids, apart=True)
-    # With lora_rank the engine still has the initial model, version 0, and takes the newest one first.
-    rollout_engine.version = 0 if lora_rank else version
+    # With lora_rank the engine still has the base model, which is no version, and takes the adapters first.
+    rollout_engine.version = -1 if lora_rank else version
     rollout_engine.incoming = bridge.weights
     bridge.send("ready", 0, [])
     table = OpenEpisodes(sampler, rollout_engine)

@@ -2,10 +2,12 @@
 LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + 32 / rank * B A.
 Only A [rank, in] and B [out, rank] are trained, so gradients, moments and master weights take little memory.
 
-    adapt              gives every linear layer of a policy's decoder an adapter and freezes everything else
+    beginning          says with which adapters a run begins, and refuses those that cannot be trained here
+    adapt              gives linear layers of a policy's decoder adapters and freezes everything else
     merge              computes W + scale * B A, with which both trainer and engine compute
     Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
-    WithoutAdapters    is the policy without its adapters: a reference model that takes no memory
+    InitialPolicy      is the policy as the run began: a reference model that takes hardly any memory
+    read_adapter       reads the folder of an adapter
 
 Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
 not add x A' B' to x W', as PEFT does.
@@ -21,15 +23,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from configurator import InputError, reading
-from model import even_offsets, product
+from model import Policy, even_offsets, product
+from runtime.checkpoint import absolute
+from runtime.model_folder import check_trainable, located, model_class, read_config
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 # The files of an adapter's folder, as PEFT names them, and how it begins the names of tensors
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+INITIAL = "initial"             # the subfolder of a checkpoint with the adapter that its run began with
+# Keys of PEFT's configs that may have any value: which layers there are is read from the tensors. Each other
+# key has to be empty or as in PLAIN, because it would change what PEFT computes.
+ANY = """auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode layers_pattern
+    layers_to_transform lora_alpha lora_dropout peft_version r revision target_modules task_type
+    use_rslora""".split()
+PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "megatron_core": ["megatron.core"],
+         "qalora_group_size": [16], "init_lora_weights": [True, "gaussian", "eva", "orthogonal"]}
 
 
 def merge(weight, A, B, scale):
@@ -76,31 +89,39 @@ class Merged(torch.autograd.Function):
 
 
 class Adapted(nn.Linear):
-    """A linear layer with the weights of a plain one, and an adapter of A [rank, in] and B [out, rank]."""
-    on = True                                   # a switch for all layers, which WithoutAdapters turns off
+    """A linear layer with the weights of a plain one, and an adapter: lora_A [rank, in], lora_B [out, rank].
 
-    def __init__(self, plain, A, B):
+    initial: the same two as the run began, if it began with an adapter. Otherwise it is empty.
+    """
+    on = True                                   # a switch for all layers, which InitialPolicy turns off
+
+    def __init__(self, plain, pair, scale, initial):
         super().__init__(plain.in_features, plain.out_features, device="meta")
         self.weight = plain.weight
         self.bias = plain.bias
-        self.lora_A = nn.Parameter(A)
-        self.lora_B = nn.Parameter(B)
-        self.scale = ALPHA / len(A)
+        self.lora_A = nn.Parameter(pair["lora_A"])
+        self.lora_B = nn.Parameter(pair["lora_B"])
+        self.initial = nn.ParameterDict(initial).requires_grad_(False)
+        self.scale = scale
 
     def forward(self, x):
+        pair = self.lora_A, self.lora_B
         if not Adapted.on:
+            pair = tuple(self.initial.values())
+        if not pair:
             return super().forward(x)
-        return Merged.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+        return Merged.apply(x, self.weight, self.bias, *pair, self.scale)
 
 
 class Adapters:
-    """The adapters of a policy, which adapt puts at policy.adapters. layers: {name: Adapted}."""
+    """The adapters of a policy, which adapt puts at policy.adapters. layers: {name: Adapted}. config: what
+    PEFT's config says of them."""
 
-    def __init__(self, policy, layers, rank):
+    def __init__(self, policy, layers, config):
         self.hf = policy.hf
-        self.base = WithoutAdapters(policy)
+        self.initial = InitialPolicy(policy)
         self.layers = layers
-        self.rank = rank
+        self.config = config
 
     def merged(self):
         """Yield (name, whole merged tensor) of every weight with an adapter, for the engine. A collective."""
@@ -110,21 +131,30 @@ class Adapters:
             yield f"{name}.weight", merge(weight, A, B, layer.scale)
 
     def save(self, folder, tensors):
-        """Write {name: tensor} of each lora_A and lora_B to a folder, in the form that PEFT and vLLM read."""
+        """Write {name: tensor} of each lora_A and lora_B to a folder, in the form that PEFT and vLLM read;
+        those that the run began with go to a folder in it."""
+        inside = f".{INITIAL}."
+        present = {name: x for name, x in tensors.items() if inside not in name}
+        initial = {name.replace(inside, "."): x for name, x in tensors.items() if inside in name}
+        self.write(folder, present)
+        if initial:
+            self.write(os.path.join(folder, INITIAL), initial)
+
+    def write(self, folder, tensors):
+        """Write {name: tensor} to a folder of its own."""
         base = self.hf.name_or_path
         if os.path.isdir(base):
             base = os.path.abspath(base)
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
-                  "base_model_name_or_path": base, "r": self.rank, "lora_alpha": ALPHA,
-                  "target_modules": [*self.layers]}
+                  "base_model_name_or_path": base, "target_modules": [*self.layers], **self.config}
         os.makedirs(folder, exist_ok=True)
         Path(folder, CONFIG).write_text(json.dumps(config, indent=2))
         save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
                   os.path.join(folder, WEIGHTS), {"format": "pt"})
 
 
-class WithoutAdapters:
-    """A policy without its adapters, for token_logprobs. It computes what the initial model does."""
+class InitialPolicy:
+    """A policy as its run began, for token_logprobs: without adapters, or with those of lora_from."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -140,50 +170,119 @@ class WithoutAdapters:
             Adapted.on = True
 
 
-def adapt(policy, layers, rank, seed, folder=None):
-    """Give each plain linear layer inside `layers` of a Policy an adapter in float32; freeze everything else.
+def beginning(s, resumed):
+    """Return the arguments of adapt after the policy, by a script's settings and the checkpoint that the run
+    resumes. Raises InputError, before a model is loaded, if it cannot begin with the adapter in lora_from."""
+    initial = None
+    if s.lora_from:
+        initial = os.path.join(resumed, INITIAL) if resumed else absolute(s.lora_from)
+        check_beginning(s, initial)
+    return s.lora_rank, s.seed, resumed or initial, initial
+
+
+def check_beginning(s, folder):
+    # See beginning. On the meta device a model has only names and shapes.
+    base = check_trainable(s.model)
+    with torch.device("meta"):
+        config = read_config(base)
+        policy = Policy(model_class(config)(config))
+    adapter, _ = read_adapter(folder, s.lora_rank, plain_layers(policy))
+    if located(getattr(s, "reference_model", "") or folder) == base:
+        raise InputError(f"reference_model={s.reference_model}: with lora_from the reference is the model "
+                         "with that adapter. For a KL to the base, name a copy of its folder")
+    trained_on = adapter.get("base_model_name_or_path") or base
+    if located(trained_on) != base and dist.get_rank() == 0:
+        print(f"lora_from={s.lora_from}: by its config the adapter belongs to {trained_on}, and here it "
+              f"changes {base}", file=sys.stderr)
+
+
+def plain_layers(policy):
+    """Return {name: layer} of the plain linear layers inside the layers of a Policy's decoder."""
+    inside = set()
+    for layer in policy.layers:
+        inside.update(layer.modules())
+    return {name: part for name, part in policy.hf.named_modules()
+            if part in inside and type(part) is nn.Linear}
+
+
+def adapt(policy, rank, seed, folder=None, initial=None):
+    """Give plain linear layers of a Policy adapters in float32, and freeze everything else; return how FSDP2
+    has to shard it, as arguments.
 
     The policy is loaded but not under FSDP2 yet. folder: that of an adapter whose training goes on, or None.
-    A new adapter has a B of 0, and its A is drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the
-    layer's name, so that all ranks draw the same. Raises InputError if there is no such layer, or if the
-    folder lacks the adapter of one.
+    initial: that of the adapter that the run began with, or None. Without a folder every layer gets one, with
+    a B of 0, and an A that is drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the layer's name,
+    so that all ranks draw the same. Raises InputError if there is no such layer, and like read_adapter.
     """
     policy.requires_grad_(False)
-    saved = read_tensors(folder) if folder else {}
-    inside = set()
-    for layer in layers:
-        inside.update(layer.modules())
-    adapted = {}
-    for name, part in [*policy.hf.named_modules()]:
-        if part in inside and type(part) is nn.Linear:
-            draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = part.in_features ** -0.5
-            A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
-            pair = saved.get(name, (A, torch.zeros(part.out_features, rank)))
-            adapted[name] = Adapted(part, *pair)
-            policy.hf.set_submodule(name, adapted[name])
-    if not adapted:
+    plain = plain_layers(policy)
+    if not plain:
         raise InputError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
-    lost = sorted(adapted.keys() - saved)
-    if folder and lost:
-        raise InputError(f"resume={folder}: it lacks {len(lost)} adapters, such as that of {lost[0]}. "
-                         "They were frozen when it was saved: take an older checkpoint, which has them all")
-    policy.adapters = Adapters(policy, adapted, rank)
+    config = {"r": rank, "lora_alpha": ALPHA}
+    pairs = {}                                  # {name of a layer: {"lora_A": A, "lora_B": B}}
+    initial_pairs = {}
+    if folder:
+        config, pairs = read_adapter(folder, rank, plain)
+    else:
+        for name, layer in plain.items():
+            draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            bound = layer.in_features ** -0.5
+            A = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=draw)
+            pairs[name] = {"lora_A": A, "lora_B": torch.zeros(layer.out_features, rank)}
+    if initial:
+        _, initial_pairs = read_adapter(initial, rank, plain)
+    adapted = {}
+    for name, pair in pairs.items():
+        adapted[name] = Adapted(plain[name], pair, scale_of(config), initial_pairs.get(name, {}))
+        policy.hf.set_submodule(name, adapted[name])
+    kept = {key: config[key] for key in ("r", "lora_alpha", "use_rslora") if key in config}
+    policy.adapters = Adapters(policy, adapted, kept)
     if dist.get_rank() == 0:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
         print(f"lora_rank={rank}: adapters in {len(adapted)} layers ({kinds}); everything else is frozen",
               file=sys.stderr)
+    # The base is in its dtype already, and the adapters compute in float32 (merge).
+    return {"mp_policy": MixedPrecisionPolicy(None, torch.float32)}
 
 
 # ---------------------------------------------------------------- folders
 
-def read_tensors(folder):
-    """Return {name of a layer: [A, B]} of an adapter's folder. Raises InputError if it cannot be read."""
-    pairs = {}
+def scale_of(config):
+    """Return the factor of B A, by a config of PEFT's (rsLoRA: Kalajdzievski 2023, 2312.03732)."""
+    root = 0.5 if config.get("use_rslora") else 1
+    return config["lora_alpha"] / config["r"] ** root
+
+
+def read_adapter(folder, rank, plain):
+    """Return the config of an adapter's folder, and {name of a layer: {"lora_A": A, "lora_B": B}}.
+
+    plain: {name: linear layer} of the model, on the meta device or not. Raises InputError if the folder
+    cannot be read, or holds anything but adapters of this rank for some of these layers.
+    """
+    with reading(f"{folder}/{CONFIG}"):
+        config = json.loads(Path(folder, CONFIG).read_text("utf-8"))
     with reading(f"{folder}/{WEIGHTS}"):
         tensors = load_file(os.path.join(folder, WEIGHTS))
-        for key in tensors:
-            if key.endswith(".lora_A.weight"):
-                name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-                pairs[name] = [tensors[key].float(), tensors[key.replace("lora_A", "lora_B")].float()]
-    return pairs
+    for key, value in config.items():
+        if value and key not in ANY and value not in PLAIN.get(key, ()):
+            raise InputError(f"{folder}: its adapter has {key}={value!r:.80}, which cannot be trained here")
+    if config.get("r") != rank:
+        raise InputError(f"lora_rank={rank}, but the adapter in {folder} has the rank {config.get('r')}")
+    pairs = {}
+    for key in tensors:
+        name, _, part = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if name not in plain or part not in ("lora_A", "lora_B"):
+            raise InputError(f"{folder}: it has {key}, and only plain linear layers of the decoder's layers "
+                             "can have adapters here")
+        pairs.setdefault(name, {})[part] = tensors[key].float()
+    for name, pair in pairs.items():
+        layer = plain[name]
+        shapes = {"lora_A": (rank, layer.in_features), "lora_B": (layer.out_features, rank)}
+        if {part: tuple(tensor.shape) for part, tensor in pair.items()} != shapes:
+            raise InputError(f"{folder}: the adapter of {name} has other shapes than {shapes}")
+    named = plain.keys() & {*(config.get("target_modules") or ())}
+    lost = sorted(named - pairs.keys())
+    if lost:
+        raise InputError(f"{folder}: it lacks {len(lost)} adapters, such as that of {lost[0]}. They were "
+                         "frozen when it was saved: take an older checkpoint, which has them all")
+    return config, pairs

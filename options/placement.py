@@ -263,7 +263,7 @@ def sample_for_trainers(bridge, s, open_episodes, scorer, train_set, eval_set, v
             bridge.send(*key, rollouts)
 
     engine = open_episodes.engine
-    if s.lora_rank and version:                                 # the engine was loaded with the base model
+    if s.lora_rank:                                             # the engine was loaded with the base model
         engine.switch(version)
     while True:
         key = "eval", version

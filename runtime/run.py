@@ -37,7 +37,7 @@ from runtime.model_folder import read_config
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
         "prompt_format", "system_prompt", "chat_template", "chat_template_kwargs", "seed", "lora_rank",
-        "best_by")
+        "lora_from", "best_by")
 # It may have others for these, if its checkpoint holds no rollouts and its position counts rows.
 BATCH = "prompts_per_step", "num_generations"
 RESUMING = {"resume": "", "out_dir": "", "max_steps": 0}        # these change no evaluation
@@ -208,7 +208,11 @@ class Run:
             self.state |= saved_state
         self.first_step = self.state["step"]
         self.saved = self.first_step
-        self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
+        self.adapter = 0
+        if settings.lora_rank:
+            from options.lora import beginning
+            with input_errors():
+                self.adapter = beginning(settings, self.resumed)
         self.signalled_at = None
 
     def check_data(self, folders, train_set, eval_set, note):
@@ -250,7 +254,7 @@ class Run:
             scale_losses(self)
         # The engine calls it before and after it samples, and samples no more once engine.signalled is True.
         engine.version = self.first_step
-        if self.adapter and self.resumed and engine.name != "none":     # it still has the initial model
+        if self.adapter and engine.name != "none":              # it still has the base model
             engine.update_weights(policy, self.first_step)
         engine.stop_if_signalled = self.stop_if_signalled
         catch_signals(self)

@@ -1389,7 +1389,7 @@ FAULTS = (
     ("an engine tells nobody that it is ready", "train_async.py",
      "    bridge.send(\"ready\", 0, [])\n", ""),
     ("an adapter's engine begins with the initial model", "options/placement.py",
-     "    if s.lora_rank and version:  ", "    if s.lora_rank and version < 0:  "),
+     "    if s.lora_rank:     ", "    if s.lora_rank < 0: "),
     ("a signal stops only the rank that gets it", "runtime/run.py",
      "if any(distributed.gathered([self.signalled_at is not None])):", "if self.signalled_at is not None:"),
     ("a lost connection is an error also at the end", "runtime/distributed.py",

@@ -162,7 +162,7 @@ def test_the_engine_computes_what_the_trainer_does(name, dtype, bound, mesh):
         rollouts = engine.generate(requests(prompts, 8, range(0, 160, 10), 32, 1.0))
         theirs = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
         gaps.append((logps(policy, rollouts) - theirs).abs().mean().item())
-        apart = (logps(policy.adapters.base, rollouts) - theirs).abs().mean().item()
+        apart = (logps(policy.adapters.initial, rollouts) - theirs).abs().mean().item()
     shut_down(engine)
     assert gaps[0] < bound and gaps[1] < max(2 * gaps[0], 1e-5) and apart > 0.01, (gaps, apart)
 
@@ -172,7 +172,7 @@ def test_the_reference_is_the_base_and_takes_no_memory(folder, mesh, dtype):
     rollouts, policy = some_rollouts(), adapted(folder, mesh, dtype)
     with_adapters = logps(policy, rollouts)
     alone = logps(load_policy(folder, mesh, dtype, trained=False), rollouts)
-    reference = policy.adapters.base
+    reference = policy.adapters.initial
     assert torch.equal(logps(reference, rollouts), alone) and (with_adapters - alone).abs().max() > 0.05
     assert torch.equal(logps(policy, rollouts), with_adapters)
     assert next(reference.parameters()) is next(policy.parameters())
@@ -183,7 +183,7 @@ def test_the_reference_is_the_base_and_takes_no_memory(folder, mesh, dtype):
 def test_an_error_in_the_reference_leaves_the_adapters_on(folder, mesh):
     policy = adapted(folder, mesh)
     with pytest.raises(Exception):
-        policy.adapters.base(None, 1.0)
+        policy.adapters.initial(None, 1.0)
     assert lora.Adapted.on
 
 

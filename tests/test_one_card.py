@@ -1,14 +1,20 @@
 """What lets a run fit one card of 24 GB: SGD, an adapter to begin with, a merged model, a base in host memory."""
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import runs
 from model import load_policy, make_optimizer
+from options import lora
 from options.critic import load_critic
-from runs import refused, without_times
+from runs import kept_rollouts, refused, without_times
+from test_lora import logps, some_rollouts
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 4, "save_interval": 2, "warmup_steps": 0,
@@ -60,6 +66,178 @@ def test_a_resumed_run_with_sgd_is_an_unbroken_one(ranks, folder, reward_file, t
 
 
 def test_a_rate_for_adamw_is_refused_with_sgd(tmp_path):
-    refused(["--optimizer=sgd"], "learning_rate=0.0001: a default for AdamW; with optimizer=sgd it would teach "
-            "nothing. Give SGD its own, 3 for the tiny model", tmp_path)
+    refused(["--optimizer=sgd"], "learning_rate=0.0001: a default for AdamW, at which optimizer=sgd learns nothing; "
+            "give it its own, such as 3 for model=tiny", tmp_path)
     refused(["--optimizer=adam"], "optimizer=adam: choose adamw, sgd", tmp_path)
+
+
+# ---------------------------------------------------------------- lora_from
+
+# What PEFT 0.21 writes for LoraConfig(task_type="CAUSAL_LM"), apart from the layers.
+PEFT = {"alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+        "base_model_name_or_path": None, "bias": "none", "corda_config": None, "ensure_weight_tying": False,
+        "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "kasa_config": None, "layer_replication": None, "layers_pattern": None,
+        "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 8, "lora_bias": False, "lora_dropout": 0.1,
+        "lora_ga_config": None, "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
+        "monteclora_config": None, "peft_type": "LORA", "peft_version": "0.21.0", "qalora_group_size": 16, "r": 8,
+        "rank_pattern": {}, "revision": None, "target_parameters": None, "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
+        "use_rslora": False, "velora_config": None}
+ALL = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+
+
+def write_adapter(path, base, kinds=ALL, layers=(0, 1), size=0.1, **config):
+    """A folder as PEFT writes it, with an adapter that does something; returns its path."""
+    config = PEFT | {"base_model_name_or_path": str(base), "target_modules": kinds} | config
+    draw = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, part in AutoModelForCausalLM.from_pretrained(base).named_modules():
+        number = int((name.split(".") + ["-1"] * 3)[2]) if name.startswith("model.layers.") else -1
+        if number in layers and name.rpartition(".")[2] in kinds:
+            for key, shape in (("A", (config["r"], part.in_features)), ("B", (part.out_features, config["r"]))):
+                tensors[f"base_model.model.{name}.lora_{key}.weight"] = size * torch.randn(shape, generator=draw)
+    Path(path).mkdir()
+    Path(path, "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, Path(path, "adapter_model.safetensors"))
+    return str(path)
+
+
+def merged_weights(base, adapter):
+    """{name: W + scale * B A} in float64, by the formulas of the papers of LoRA and rsLoRA."""
+    config = json.loads(Path(adapter, "adapter_config.json").read_text())
+    tensors = load_file(Path(adapter, "adapter_model.safetensors"))
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    weights = {name: x.double() for name, x in AutoModelForCausalLM.from_pretrained(base).named_parameters()}
+    for key in tensors:
+        if "lora_A" in key:
+            B = tensors[key.replace("lora_A", "lora_B")].double()
+            name = key.removeprefix("base_model.model.").replace("lora_A.", "")
+            weights[name] = weights[name] + scale * B @ tensors[key].double()
+    return weights
+
+
+def merged_logps(base, adapter, rollouts):
+    """Logprobs of sampled tokens by transformers, in float64, one sequence at a time."""
+    hf = AutoModelForCausalLM.from_pretrained(base).double()
+    hf.load_state_dict(merged_weights(base, adapter), strict=False)
+    found = []
+    for r in rollouts:
+        ids = torch.tensor(r["ids"] if isinstance(r, dict) else r.ids).long()
+        places = [place for start, end in (r["spans"] if isinstance(r, dict) else r.spans) for place in range(start, end)]
+        with torch.no_grad():
+            logp = hf(input_ids=ids[None]).logits[0].log_softmax(-1)
+        found += [logp[place - 1, ids[place]].item() for place in places]
+    return torch.tensor(found)
+
+
+FORMS = {"all layers": {}, "rank, alpha, two kinds": {"r": 4, "lora_alpha": 16, "kinds": ["q_proj", "v_proj"]},
+         "rslora": {"use_rslora": True, "lora_alpha": 16},
+         "a regex and one layer": {"layers": [1], "kinds": ["up_proj", "down_proj"]}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_of_peft_is_taken_and_written_back(form, folder, mesh, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder, **FORMS[form])
+    if "regex" in form:
+        config = json.loads(Path(adapter, "adapter_config.json").read_text())
+        config |= {"target_modules": r".*layers\.1\.mlp.(up|down)_proj", "layers_to_transform": [1]}
+        Path(adapter, "adapter_config.json").write_text(json.dumps(config))
+    rank = FORMS[form].get("r", 8)
+    rollouts = some_rollouts()
+    policy = load_policy(folder, mesh, torch.float32, adapter=(rank, 0, adapter, adapter))
+    expected = merged_logps(folder, adapter, rollouts)
+    for network in (policy, policy.adapters.initial):
+        assert (logps(network, rollouts) - expected).abs().max() < 1e-5
+    base = load_policy(folder, mesh, torch.float32, trained=False)
+    assert (logps(base, rollouts) - expected).abs().max() > 0.05
+    for layer in policy.adapters.layers.values():
+        layer.lora_B.data.to_local().mul_(1.5)
+    # What is trained goes into the folder, and what the run began with into a folder in it.
+    policy.save(tmp_path / "saved")
+    assert (logps(policy, rollouts) - merged_logps(folder, tmp_path / "saved", rollouts)).abs().max() < 1e-5
+    for part in ("adapter_model.safetensors", "adapter_config.json"):
+        assert Path(tmp_path, "saved/initial", part).exists()
+    assert torch.equal(logps(policy.adapters.initial, rollouts), logps(load_policy(
+        folder, mesh, torch.float32, adapter=(rank, 0, str(tmp_path / "saved/initial"))), rollouts))
+    saved = json.loads((tmp_path / "saved/adapter_config.json").read_text())
+    read = json.loads(Path(adapter, "adapter_config.json").read_text())
+    assert all(saved[key] == read[key] for key in ("r", "lora_alpha", "use_rslora"))
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"use_dora": True}, "{}: its adapter has use_dora=True, which cannot be trained here"),
+    ({"modules_to_save": ["lm_head"]}, "{}: its adapter has modules_to_save=['lm_head'], which cannot"),
+    ({"rank_pattern": {"q_proj": 4}}, "{}: its adapter has rank_pattern={{'q_proj': 4}}, which cannot"),
+    ({"alpha_pattern": {"q_proj": 4}}, "{}: its adapter has alpha_pattern={{'q_proj': 4}}, which cannot"),
+    ({"bias": "all"}, "{}: its adapter has bias='all', which cannot"),
+    ({"lora_bias": True}, "{}: its adapter has lora_bias=True, which cannot"),
+    ({"init_lora_weights": "pissa"}, "{}: its adapter has init_lora_weights='pissa', which cannot"),
+    ({"trainable_token_indices": [3]}, "{}: its adapter has trainable_token_indices=[3], which cannot"),
+    ({"peft_type": "LOHA"}, "{}: its adapter has peft_type='LOHA', which cannot"),
+    ({"r": 4}, "lora_rank=8, but the adapter in {} has the rank 4")])
+def test_what_is_more_than_an_adapter_is_refused_before_a_model_is_loaded(changes, message, folder, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder, ["q_proj"], **changes)
+    refused([f"--model={folder}", f"--lora_from={adapter}", "--lora_rank=8", "--learning_rate=1e-3"],
+            message.format(adapter), tmp_path)
+
+
+@pytest.mark.parametrize("key, message", [
+    ("base_model.model.model.embed_tokens.lora_embedding_A", "it has {}, and only plain linear layers of"),
+    ("base_model.model.lm_head.lora_A.weight", "it has {}, and only plain linear layers of"),
+    ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "it has {}, and only plain linear"),
+    ("base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight", "it has {}, and only plain linear layers of"),
+    ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "the adapter of model.layers.0.self_attn."
+     "q_proj has other shapes than")])
+def test_tensors_that_are_no_adapters_of_the_layers_are_refused(key, message, folder, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder, ["q_proj"])
+    tensors = load_file(f"{adapter}/adapter_model.safetensors")
+    save_file(tensors | {key: torch.zeros(8, 3)}, f"{adapter}/adapter_model.safetensors")
+    refused([f"--model={folder}", f"--lora_from={adapter}", "--lora_rank=8", "--learning_rate=1e-3"],
+            f"{adapter}: " + message.format(key), tmp_path)
+
+
+def test_settings_that_do_not_fit_an_adapter_are_refused(folder, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder)
+    start = [f"--model={folder}", f"--lora_from={adapter}", "--learning_rate=1e-3"]
+    refused(start, f"lora_rank=0: lora_from={adapter} needs the rank of its adapter", tmp_path)
+    refused([*start, "--lora_rank=8", "--kl_coef=0.1", f"--reference_model={folder}"],
+            f"reference_model={folder}: with lora_from the reference is the model with that adapter", tmp_path)
+    refused([*start[:1], f"--lora_from={tmp_path}/none", "--lora_rank=8"],
+            f"{tmp_path}/none/adapter_config.json cannot be read: FileNotFoundError", tmp_path)
+
+
+@pytest.mark.parametrize("script, ranks", [("train_grpo.py", 1), ("train_grpo.py", 2), ("train_async.py", 2),
+                                           ("train_ppo.py", 1)])
+def test_a_run_begins_with_an_adapter_and_resumes_without_its_folder(script, ranks, folder, reward_file, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder, r=4, lora_alpha=16)
+    settings = {"lora_from": adapter, "lora_rank": 4, "kl_coef": 0.01}
+    if script == "train_ppo.py":
+        settings |= {"critic_warmup_steps": 0, "num_generations": 1}
+    whole, said = train(tmp_path / "whole", folder, reward_file, script, ranks, **settings)
+    assert "by its config the adapter belongs to" not in said
+    # The engine has the adapter before step 0, and the KL compares with it, not with the base.
+    rollouts = kept_rollouts(tmp_path / "whole", 0)
+    by_engine = torch.tensor([logp for r in rollouts for logp in r["logprobs"]])
+    assert (by_engine - merged_logps(folder, adapter, rollouts)).abs().max() < 1e-5
+    assert abs(whole[0]["kl"]) < 1e-6 < abs(whole[3]["kl"])
+    gone = tmp_path / "gone"
+    shutil.move(adapter, gone)
+    later, _ = train(tmp_path / "later", folder, reward_file, script, ranks,
+                     resume=tmp_path / "whole/checkpoint-2", **settings)
+    assert without_times(later) == without_times(whole)[2:]
+    for part in ("", "initial/"):
+        tensors = [load_file(tmp_path / run / "checkpoint-4" / part / lora.WEIGHTS) for run in ("whole", "later")]
+        assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+    # The second pair of tensors is what the run began with.
+    first = load_file(gone / "adapter_model.safetensors")
+    assert first.keys() == tensors[0].keys() and all(torch.equal(tensor, first[name]) for name, tensor in tensors[0].items())
+
+
+def test_an_adapter_of_another_base_is_named(folder, reward_file, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder, base_model_name_or_path="some/other-model")
+    _, said = train(tmp_path / "run", folder, reward_file, lora_from=adapter, lora_rank=8, max_steps=1)
+    assert f"lora_from={adapter}: by its config the adapter belongs to some/other-model, and here it changes" in said
+    _, said = train(tmp_path / "later", folder, reward_file, lora_from="", lora_rank=8, code=2,
+                    resume=tmp_path / "run/checkpoint-1")
+    assert f"lora_from=, but {tmp_path}/run/checkpoint-1 comes from a run with lora_from={adapter}" in said

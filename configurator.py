@@ -316,7 +316,7 @@ RULES = (
     (lambda num_mini_batches, prompts_per_step, num_generations:
      prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
     (lambda learning_rate, optimizer: optimizer != "sgd" or "learning_rate" in overridden,
-     ": a default for AdamW, at which optimizer=sgd learns nothing; give it its own, such as 3 for model=tiny"),
+     ": a default for AdamW, at which optimizer=sgd learns nothing. Give it its own, as 3 for model=tiny"),
     (lambda adam_beta1, adam_beta2: max(adam_beta1, adam_beta2) < 1,
      " and adam_beta2={adam_beta2}: both must be below 1"))
 

@@ -186,7 +186,9 @@ def check_beginning(s, folder):
     with torch.device("meta"):
         config = read_config(base)
         policy = Policy(model_class(config)(config))
-    adapter, _ = read_adapter(folder, s.lora_rank, plain_layers(policy))
+    adapter, _ = read_adapter(folder, plain_layers(policy))
+    if adapter["r"] != s.lora_rank:
+        raise InputError(f"lora_rank={s.lora_rank}, but the adapter in {folder} has the rank {adapter['r']}")
     if located(getattr(s, "reference_model", "") or folder) == base:
         raise InputError(f"reference_model={s.reference_model}: with lora_from the reference is the model "
                          "with that adapter. For a KL to the base, name a copy of its folder")
@@ -222,7 +224,7 @@ def adapt(policy, rank, seed, folder=None, initial=None):
     pairs = {}                                  # {name of a layer: {"lora_A": A, "lora_B": B}}
     initial_pairs = {}
     if folder:
-        config, pairs = read_adapter(folder, rank, plain)
+        config, pairs = read_adapter(folder, plain)
     else:
         for name, layer in plain.items():
             draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -230,7 +232,7 @@ def adapt(policy, rank, seed, folder=None, initial=None):
             A = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=draw)
             pairs[name] = {"lora_A": A, "lora_B": torch.zeros(layer.out_features, rank)}
     if initial:
-        _, initial_pairs = read_adapter(initial, rank, plain)
+        _, initial_pairs = read_adapter(initial, plain)
     adapted = {}
     for name, pair in pairs.items():
         adapted[name] = Adapted(plain[name], pair, scale_of(config), initial_pairs.get(name, {}))
@@ -253,11 +255,11 @@ def scale_of(config):
     return config["lora_alpha"] / config["r"] ** root
 
 
-def read_adapter(folder, rank, plain):
+def read_adapter(folder, plain):
     """Return the config of an adapter's folder, and {name of a layer: {"lora_A": A, "lora_B": B}}.
 
     plain: {name: linear layer} of the model, on the meta device or not. Raises InputError if the folder
-    cannot be read, or holds anything but adapters of this rank for some of these layers.
+    cannot be read, or holds anything but adapters for some of these layers.
     """
     with reading(f"{folder}/{CONFIG}"):
         config = json.loads(Path(folder, CONFIG).read_text("utf-8"))
@@ -266,8 +268,7 @@ def read_adapter(folder, rank, plain):
     for key, value in config.items():
         if value and key not in ANY and value not in PLAIN.get(key, ()):
             raise InputError(f"{folder}: its adapter has {key}={value!r:.80}, which cannot be trained here")
-    if config.get("r") != rank:
-        raise InputError(f"lora_rank={rank}, but the adapter in {folder} has the rank {config.get('r')}")
+    rank = config["r"]
     pairs = {}
     for key in tensors:
         name, _, part = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")

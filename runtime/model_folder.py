@@ -192,8 +192,8 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
 
 # ---------------------------------------------------------------- weights
 
-def read_model(what, kind, path, config, has_head=True, may_lack=()):
-    """Return the model of the class `kind` in a folder or hub id, whole, in float32 on the CPU.
+def read_model(what, kind, path, config, has_head=True, may_lack=(), dtype=torch.float32):
+    """Return the model of the class `kind` in a folder or hub id, whole, with parameters in dtype on the CPU.
 
     has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
     names of parameters that stay as the class makes them if the folder has none. The model gets an attribute
@@ -202,8 +202,10 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
     """
     with reading(f"{what}: its weights"):
         hf, info = kind.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+            path, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True,
             ignore_mismatched_sizes=True, trust_remote_code=False)
+    for parameter in hf.parameters():                           # some classes keep a few in float32
+        parameter.data = parameter.data.to(dtype)
     if not has_head:
         head = hf.get_output_embeddings()
         for name in [name for name, part in hf.named_modules() if part is head]:

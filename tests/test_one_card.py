@@ -15,6 +15,7 @@ from options import lora
 from options.critic import load_critic
 from runs import kept_rollouts, refused, without_times
 from test_lora import logps, some_rollouts
+from weights import engine_weights
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 4, "save_interval": 2, "warmup_steps": 0,
@@ -66,8 +67,8 @@ def test_a_resumed_run_with_sgd_is_an_unbroken_one(ranks, folder, reward_file, t
 
 
 def test_a_rate_for_adamw_is_refused_with_sgd(tmp_path):
-    refused(["--optimizer=sgd"], "learning_rate=0.0001: a default for AdamW, at which optimizer=sgd learns nothing; "
-            "give it its own, such as 3 for model=tiny", tmp_path)
+    refused(["--optimizer=sgd"], "learning_rate=0.0001: a default for AdamW, at which optimizer=sgd learns nothing. "
+            "Give it its own, as 3 for model=tiny", tmp_path)
     refused(["--optimizer=adam"], "optimizer=adam: choose adamw, sgd", tmp_path)
 
 
@@ -241,3 +242,44 @@ def test_an_adapter_of_another_base_is_named(folder, reward_file, tmp_path):
     _, said = train(tmp_path / "later", folder, reward_file, lora_from="", lora_rank=8, code=2,
                     resume=tmp_path / "run/checkpoint-1")
     assert f"lora_from=, but {tmp_path}/run/checkpoint-1 comes from a run with lora_from={adapter}" in said
+
+
+# ---------------------------------------------------------------- a merged model
+
+def merge_by_command(tmp_path, *arguments, code=0):
+    return runs.forked(tmp_path / "merge.log", "-m", "options.merge_adapter", *arguments, code=code)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merged_folder_has_the_bits_that_the_engine_got(dtype, folder, reward_file, mesh, tmp_path):
+    train(tmp_path / "run", folder, reward_file, lora_rank=8, dtype=dtype, logprob_gap=0.5, max_steps=2)
+    checkpoint = str(tmp_path / "run/checkpoint-2")
+    merge_by_command(tmp_path, folder, checkpoint, tmp_path / "merged", dtype)
+    policy = load_policy(folder, mesh, getattr(torch, dtype), adapter=(8, 0, checkpoint))
+    sent = dict([*engine_weights(policy, "checkpoint", getattr(torch, dtype))][:-1])
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    base = load_file(Path(folder, "model.safetensors"))
+    assert len(sent) == 14 and merged.keys() == base.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, sent.get(name, base[name].to(tensor.dtype))), name
+        assert tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(tensor, base[name].to(tensor.dtype)) == (name not in sent), name
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == dtype
+    # Other scripts take it for a model.
+    rollouts = some_rollouts()
+    plain = load_policy(str(tmp_path / "merged"), mesh, getattr(torch, dtype), trained=False)
+    assert (logps(policy, rollouts) - logps(plain, rollouts)).abs().max() < 1e-5
+    said = merge_by_command(tmp_path, folder, checkpoint, tmp_path / "merged", code=2)
+    assert f"{tmp_path}/merged exists already" in said.splitlines()[-1]
+
+
+def test_a_folder_of_peft_is_merged_with_its_own_scale(folder, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", folder, ["q_proj", "up_proj"], r=4, lora_alpha=3, use_rslora=True)
+    merge_by_command(tmp_path, folder, adapter, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    expected = merged_weights(folder, adapter)
+    assert all((tensor - expected[name]).abs().max() < 1e-5 for name, tensor in merged.items())
+    assert (tmp_path / "merged/tokenizer.json").exists()
+    said = merge_by_command(tmp_path, folder, write_adapter(tmp_path / "dora", folder, use_dora=True), tmp_path / "out",
+                            code=2)
+    assert "its adapter has use_dora=True" in said.splitlines()[-1] and not (tmp_path / "out").exists()

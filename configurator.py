@@ -300,8 +300,8 @@ RULES = (
     (lambda agent, environment, tools, system_prompt, max_turns:
      not agent or not (environment or tools or system_prompt or max_turns),
      ": environment, tools, system_prompt and max_turns are the agent's own"),
-    (lambda lora_rank, lora_from: lora_rank > 0 or not lora_from,
-     ": lora_from={lora_from} needs the rank of its adapter"),
+    (lambda lora_rank, lora_from, offload_base: lora_rank > 0 or not (lora_from or offload_base),
+     ": lora_from={lora_from} and offload_base={offload_base} need adapters, lora_from those of its rank"),
     # ranks
     (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
      " does not divide the {samplers} ranks that sample"),

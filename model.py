@@ -193,6 +193,7 @@ class Network(nn.Module):
         self.sequence_group = None              # the ranks that share each line with this one, or None
         self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
         self.reader = None                      # an images.Reader if prompts may show images
+        self.device = None                      # the kind of device that it computes on; shard sets it
 
     @functools.cached_property
     def decoder(self):
@@ -352,7 +353,6 @@ def micro_batches(network, rollouts, chosen, token_budget):
     If lines are cut over P ranks, each of these ranks gets its part of all P ranks' MicroBatches, one after
     the other. This function is a collective as well.
     """
-    device = next(network.parameters()).device
     group = network.sequence_group
     P = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
@@ -373,7 +373,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     # A batch leaves the list before it is used, so that what attention made for it is freed after its turn.
     for _ in distributed.progress(range(len(batches)), "micro-batches"):
         distributed.watchdog.moved()
-        yield batches.pop(0).to(device)
+        yield batches.pop(0).to(network.device)
 
 
 def deal_to_ranks(rollouts, updates, skipped=()):
@@ -530,6 +530,7 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
     shards. If there are two, all ranks along the first have the same rows. Parameters that read images are
     frozen. torch_compile: compile each layer, except for its attention.
     """
+    network.device = mesh.device_type
     decoder = network.decoder
     text = network.text_parameters()
     for parameter in {*network.hf.parameters()} - text:
@@ -559,8 +560,10 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
     for part in [*layers, *images, network]:
         fully_shard(part, mesh=mesh, **sharding)
 
+    home = "cpu" if "offload_policy" in sharding else network.device    # where the parameters wait
+
     def off_meta(x):
-        return torch.empty_like(x, device=mesh.device_type) if x.is_meta else x
+        return torch.empty_like(x, device=home) if x.is_meta else x
 
     network._apply(off_meta)                                    # for the other ranks
     set_model_state_dict(network, tensors, options=StateDictOptions(

@@ -19,6 +19,7 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
 lora_from = ""                  # begin with the adapter in this folder, in PEFT's form; lora_rank is its rank
+offload_base = False            # keep the base of adapters in host memory: each layer comes when it computes
 optimizer = "adamw"             # the policy's: adamw, or sgd, which has no moments and so takes 8 bytes per
                                 # parameter less (docs/recipes.md); PPO's critic keeps adamw
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from configurator import InputError, reading
 from model import Policy, even_offsets, product
@@ -127,7 +127,8 @@ class Adapters:
         """Yield (name, whole merged tensor) of every weight with an adapter, for the engine. A collective."""
         for name, layer in self.layers.items():
             tensors = layer.weight, layer.lora_A, layer.lora_B
-            weight, A, B = (tensor.detach().full_tensor() for tensor in tensors)
+            # With offload_base they come from host memory.
+            weight, A, B = (x.detach().to(self.initial.device).full_tensor() for x in tensors)
             yield f"{name}.weight", merge(weight, A, B, layer.scale)
 
     def save(self, folder, tensors):
@@ -177,7 +178,7 @@ def beginning(s, resumed):
     if s.lora_from:
         initial = os.path.join(resumed, INITIAL) if resumed else absolute(s.lora_from)
         check_beginning(s, initial)
-    return s.lora_rank, s.seed, resumed or initial, initial
+    return s.lora_rank, s.seed, resumed or initial, initial, s.offload_base
 
 
 def check_beginning(s, folder):
@@ -207,14 +208,16 @@ def plain_layers(policy):
             if part in inside and type(part) is nn.Linear}
 
 
-def adapt(policy, rank, seed, folder=None, initial=None):
+def adapt(policy, rank, seed, folder=None, initial=None, offload=False):
     """Give plain linear layers of a Policy adapters in float32, and freeze everything else; return how FSDP2
     has to shard it, as arguments.
 
     The policy is loaded but not under FSDP2 yet. folder: that of an adapter whose training goes on, or None.
     initial: that of the adapter that the run began with, or None. Without a folder every layer gets one, with
     a B of 0, and an A that is drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the layer's name,
-    so that all ranks draw the same. Raises InputError if there is no such layer, and like read_adapter.
+    so that all ranks draw the same. offload: whether all parameters wait in host memory, to which FSDP2 also
+    takes the gradients, so that the optimizer steps there. Raises InputError if there is no such layer, and
+    like read_adapter.
     """
     policy.requires_grad_(False)
     plain = plain_layers(policy)
@@ -244,7 +247,13 @@ def adapt(policy, rank, seed, folder=None, initial=None):
         print(f"lora_rank={rank}: adapters in {len(adapted)} layers ({kinds}); everything else is frozen",
               file=sys.stderr)
     # The base is in its dtype already, and the adapters compute in float32 (merge).
-    return {"mp_policy": MixedPrecisionPolicy(None, torch.float32)}
+    sharding = {"mp_policy": MixedPrecisionPolicy(None, torch.float32)}
+    if offload:
+        on_gpu = policy.device == "cuda"
+        sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        if not on_gpu and dist.get_rank() == 0:
+            print("offload_base=True saves nothing on a CPU", file=sys.stderr)
+    return sharding
 
 
 # ---------------------------------------------------------------- folders

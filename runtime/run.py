@@ -140,10 +140,10 @@ def locate(settings, script):
 def opening(run, policy):
     """Return the lines with which a run begins."""
     s = run.settings
-    parameters = [*policy.parameters()]
+    size = sum(p.numel() for p in policy.parameters())
     updates = getattr(s, "num_epochs", 1) * getattr(s, "num_mini_batches", 1)
-    lines = [f"{run.out_dir}: {s.model}, {sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, on "
-             f"{run.world_size} x {parameters[0].device.type}, engine {run.engine.name}",
+    lines = [f"{run.out_dir}: {s.model}, {size / 1e6:.2f} M parameters, on "
+             f"{run.world_size} x {policy.device}, engine {run.engine.name}",
              f"Each of {s.max_steps} steps takes {s.prompts_per_step} x {s.num_generations} = "
              f"{s.prompts_per_step * s.num_generations} completions (prompts_per_step x num_generations) and "
              f"makes {updates} optimizer step(s), in micro-batches of at most {s.token_budget} tokens.",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM
 
 import runs
@@ -201,7 +202,9 @@ def test_tensors_that_are_no_adapters_of_the_layers_are_refused(key, message, fo
 def test_settings_that_do_not_fit_an_adapter_are_refused(folder, tmp_path):
     adapter = write_adapter(tmp_path / "adapter", folder)
     start = [f"--model={folder}", f"--lora_from={adapter}", "--learning_rate=1e-3"]
-    refused(start, f"lora_rank=0: lora_from={adapter} needs the rank of its adapter", tmp_path)
+    refused(start, f"lora_rank=0: lora_from={adapter} and offload_base=False need adapters, lora_from those of its "
+            "rank", tmp_path)
+    refused(["--offload_base=true"], "lora_rank=0: lora_from= and offload_base=True need adapters", tmp_path)
     refused([*start, "--lora_rank=8", "--kl_coef=0.1", f"--reference_model={folder}"],
             f"reference_model={folder}: with lora_from the reference is the model with that adapter", tmp_path)
     refused([*start[:1], f"--lora_from={tmp_path}/none", "--lora_rank=8"],
@@ -283,3 +286,39 @@ def test_a_folder_of_peft_is_merged_with_its_own_scale(folder, tmp_path):
     said = merge_by_command(tmp_path, folder, write_adapter(tmp_path / "dora", folder, use_dora=True), tmp_path / "out",
                             code=2)
     assert "its adapter has use_dora=True" in said.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- offload_base
+
+@pytest.mark.parametrize("script, ranks, dtype", [
+    ("train_grpo.py", 1, "float32"), ("train_grpo.py", 1, "bfloat16"), ("train_grpo.py", 2, "bfloat16"),
+    ("train_ppo.py", 1, "float32"), ("train_sft.py", 2, "float32"), ("train_async.py", 2, "float32")])
+def test_a_run_with_its_base_in_host_memory_has_the_same_figures(script, ranks, dtype, folder, reward_file, tmp_path):
+    settings = {"lora_rank": 3, "dtype": dtype, "logprob_gap": 0.5, "gradient_checkpointing": True}
+    small = SMALL | {"model": folder, "kl_coef": 0.01} | settings
+    if script == "train_ppo.py":
+        small |= {"critic_warmup_steps": 0, "num_generations": 1}
+    if script == "train_sft.py":
+        del small["num_generations"], small["kl_coef"]
+    arguments = ["--reward=none" if script == "train_sft.py" else reward_file]
+    figures, adapters = [], []
+    for offload in ("false", "true"):
+        metrics, said = runs.train(script, tmp_path / offload, arguments, small | {"offload_base": offload}, ranks=ranks)
+        assert ("offload_base=True saves nothing on a CPU" in said) == (offload == "true")
+        figures.append(without_times(metrics))
+        adapters.append(load_file(tmp_path / offload / "checkpoint-4" / lora.WEIGHTS))
+    assert figures[0] == figures[1] and len(figures[0]) >= 4
+    assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
+    # A run with the base on its device can go on so.
+    if script == "train_grpo.py":
+        resume = {"offload_base": "true", "resume": tmp_path / "false/checkpoint-2"}
+        later, _ = runs.train(script, tmp_path / "later", arguments, small | resume, ranks=ranks)
+        assert without_times(later) == figures[0][2:]
+
+
+def test_fsdp_offloads_every_layer_and_pins_nothing_on_a_cpu(folder, mesh):
+    for offload in (False, True):
+        policy = load_policy(folder, mesh, torch.float32, adapter=(3, 0, None, None, offload))
+        policies = [part._get_fsdp_state()._fsdp_param_group.offload_policy for part in (policy, *policy.layers)]
+        assert [type(x) is CPUOffloadPolicy and not x.pin_memory for x in policies] == [offload] * 3
+        assert policy.device == "cpu"

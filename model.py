@@ -464,19 +464,26 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
     sequence_group: the ranks that share each line with this one, or None. adapter: None, or the arguments of
     lora.adapt after the policy; then everything except the adapters is frozen, in dtype. trained: False for a
     reference model. It needs no gradient, so its weights are in dtype as well, which in bfloat16 takes half
-    the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32. Raises
+    the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32, or with
+    adapters in dtype. Raises
     InputError for a model that cannot be loaded, or whose logprobs would not be those that transformers
     computes. A collective.
     """
     label = f"model={path}"
+    kind = Policy
+    read_dtype = torch.float32
+    if adapter:
+        from options.lora import AdaptedPolicy
+        kind = AdaptedPolicy
+        read_dtype = dtype
 
     def read():
         with reading(f"{label}: its config"):
             config = AutoConfig.from_pretrained(path)
-        return Policy(read_model(label, model_class(config), path, config))
+        return kind(read_model(label, model_class(config), path, config, dtype=read_dtype))
 
     policy = on_all_ranks(label, read, sequence_group, reader).requires_grad_(trained)
-    if adapter or not trained:
+    if not trained:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
     return shard(policy, mesh, dtype, gradient_checkpointing, torch_compile, adapter)
@@ -620,9 +627,9 @@ def set_rates(optimizer, name, step, steps, kind, warmup):
 def check_same(label, network, P):
     """Compare a network with transformers; return whether a line of tokens may hold several sequences.
 
-    network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
-    are computed in one packed line and, if that differs, each in a line of its own. Raises InputError if that
-    differs as well, if the network does not run, or if P ranks cannot share its lines.
+    network: whole, on the CPU, and computing in float32. Three short sequences, of which two begin with the
+    same tokens, are computed in one packed line and, if that differs, each in a line of its own. Raises
+    InputError if that differs as well, if the network does not run, or if P ranks cannot share its lines.
     """
     config = network.hf.config.get_text_config()
     ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)

@@ -25,8 +25,9 @@ from options import memory
 # hidden_size, intermediate_size, layers, heads of queries, and whether the output head is the embedding
 SIZES = {"0.6 B": (1024, 3072, 28, 16, True), "1.7 B": (2048, 6144, 28, 16, True),
          "4 B": (2560, 9728, 36, 32, True), "8 B": (4096, 12288, 36, 32, False)}
-GPUS = 1, 8
 ADAPTER_RANK = 16               # lora_rank in the columns of LoRA
+# (lora_rank, GPUs, offload_base) of each column
+COLUMNS = [(0, 1, False), (0, 8, False), (ADAPTER_RANK, 1, False), (ADAPTER_RANK, 8, False), (ADAPTER_RANK, 1, True)]
 COMPLETIONS = 32                # for which an engine has room at a time
 
 
@@ -46,10 +47,10 @@ if __name__ == "__main__":
     settings = configure(script, ["config/tasks/gsm8k.py", *sys.argv[1:]])
     settings.engine = "vllm"
     settings.reference_model = ""
-    columns = [(lora_rank, gpus) for lora_rank in (0, ADAPTER_RANK) for gpus in GPUS]
     titles = []
-    for lora_rank, gpus in columns:
+    for lora_rank, gpus, offload_base in COLUMNS:
         kind = f"LoRA, rank {lora_rank}" if lora_rank else "all weights"
+        kind += ", base in host memory" * offload_base
         titles.append(f"{kind}, {gpus} GPU{'s' * (gpus > 1)}")
     print("| model |", " | ".join(titles), "|")
     print("| --- |", " | ".join(["---:"] * len(titles)), "|")
@@ -60,6 +61,6 @@ if __name__ == "__main__":
                         tie_word_embeddings=tied, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
             settings.model = folder
             cells = []
-            for settings.lora_rank, gpus in columns:
+            for settings.lora_rank, gpus, settings.offload_base in COLUMNS:
                 cells.append(f"{gigabytes(settings, gpus):.0f}")
             print(f"| {name} |", " | ".join(cells), "|")

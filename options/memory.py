@@ -18,9 +18,10 @@ from runtime.model_folder import located, model_class, read_config
 
 @functools.cache
 def sizes(path):
-    """Return numbers of a model: V (vocabulary), H (hidden size), depth (layers), whole (parameters), through
-    (how many numbers go into matrix products and come out of them, for each token and in all layers) and
-    cached (how many numbers the KV cache has for each token)."""
+    """Return numbers of a model: V (vocabulary), H (hidden size), depth (layers), whole (parameters), largest
+    (those of the largest matrix in a layer), through (how many numbers go into matrix products and come out
+    of them, for each token and in all layers) and cached (how many numbers the KV cache has for each
+    token)."""
     # On the meta device the model has only shapes.
     with reading(f"model={path}: its config"), torch.device("meta"):
         config = read_config(located(path))
@@ -31,6 +32,7 @@ def sizes(path):
     experts = getattr(text, "num_experts_per_tok", 1) or 1
     through = 0
     cached = 0
+    largest = 0
     for name, part in hf.get_decoder().named_modules():
         if name.endswith((".k_proj", ".v_proj")):
             cached += part.out_features
@@ -42,8 +44,9 @@ def sizes(path):
                 if parameter.ndim == 3:
                     times = experts
                 through += times * sum(parameter.shape[-2:])
+                largest = max(largest, parameter.numel())
     return SimpleNamespace(V=V, H=H, depth=text.num_hidden_layers, through=through, cached=cached,
-                           whole=sum(p.numel() for p in hf.parameters()))
+                           largest=largest, whole=sum(p.numel() for p in hf.parameters()))
 
 
 def forecast(s, ranks, memory, cuda):
@@ -58,7 +61,8 @@ def forecast(s, ranks, memory, cuda):
         b = 2
     m = sizes(s.model)
     head = m.V * m.H
-    weights, gradients, adam = sharded(s, b, s.shard_ranks or ranks)
+    offloaded = s.offload_base and cuda
+    weights, gradients, adam = sharded(s, b, s.shard_ranks or ranks, offloaded)
     state = weights + gradients + adam
     if state > memory:
         raise InputError(f"model={s.model}: weights, gradients and Adam's moments alone take "
@@ -78,6 +82,13 @@ def forecast(s, ranks, memory, cuda):
     if not s.lora_rank:
         logits = max(logits, 8 * head)
     gathered = b * (2 * m.whole / m.depth + head)               # FSDP2 has two layers and the head whole
+    # A weight sync, before the engine samples, takes two copies of the largest parameter.
+    copies = 2 * b * head
+    if s.lora_rank:                                             # a merged weight takes two in float32
+        gathered += 8 * m.largest
+        copies = (b + 8) * m.largest
+    if offloaded:                                               # and the embedding, if that is not the head
+        gathered += b * head
     update = state + T * activations + max(logits, T * recomputed) + gathered
     resting = weights + adam
     if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
@@ -86,9 +97,8 @@ def forecast(s, ranks, memory, cuda):
     if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
         return resting, update
 
-    # Sampling, and the weight sync before it, which takes two copies of the largest parameter.
+    # Sampling.
     engine = b * m.whole / s.vllm_tensor_parallel_size
-    copies = 2 * b * head
     if s.engine != "hf" and cuda:           # vLLM takes its share of the device, and sleeps in an update
         return resting + max(engine + copies, s.vllm_gpu_memory_utilization * memory), update
     rows = min(256, s.prompts_per_step * s.num_generations / ranks)
@@ -98,15 +108,19 @@ def forecast(s, ranks, memory, cuda):
     return resting + engine + max(cache, copies), update + engine
 
 
-def sharded(s, b, shards):
-    """Return the bytes of weights, gradients and Adam's moments that each of `shards` ranks has."""
+def sharded(s, b, shards, offloaded=False):
+    """Return the bytes of weights, gradients and Adam's moments that each of `shards` ranks has, without the
+    policy's if they are offloaded."""
     m = sizes(s.model)
     # Whatever is trained has all three in float32.
     trained = m.whole
     weights = 4 * m.whole
     if s.lora_rank:
         trained = s.lora_rank * m.through
-        weights = b * m.whole + 4 * trained
+        weights = b * m.whole + 4 * trained * (2 if s.lora_from else 1)
+    if offloaded:
+        trained = 0
+        weights = 0
     with_moments = 0 if s.optimizer == "sgd" else trained
     most_gradients = trained                                    # those of one network at a time
     if hasattr(s, "critic_model"):
@@ -114,22 +128,44 @@ def sharded(s, b, shards):
         weights += 4 * critic
         most_gradients = max(most_gradients, critic)
         with_moments += critic
-    if getattr(s, "kl_coef", 0) > 0:                            # a script of your own may have dropped it
+    # A script of your own may have dropped kl_coef. Adapters bring a reference with them.
+    if getattr(s, "kl_coef", 0) > 0 and (s.reference_model or not s.lora_rank):
         weights += b * sizes(s.reference_model or s.model).whole
     return weights / shards, 4 * most_gradients / shards, 8 * with_moments / shards
 
 
+def beside_gpus(s, ranks, local_ranks):
+    """Return the bytes of host memory that a machine with GPUs needs, of which local_ranks are trained on."""
+    m = sizes(s.model)
+    b = 4 if s.dtype == "float32" else 2
+    weights, gradients, adam = sharded(s, b, s.shard_ranks or ranks)
+    resting = 0
+    if s.offload_base:
+        resting = weights + gradients + adam
+    elif s.offload_optimizer:
+        resting = adam
+    # Rank 0 reads the model. Later each engine sleeps there.
+    reading = (b if s.lora_rank else 4) * m.whole
+    engines = b * m.whole * local_ranks / s.vllm_tensor_parallel_size
+    return resting * local_ranks + max(reading, engines)
+
+
 def forecast_note(s, ranks):
-    """Return the forecast of this rank's GPU, or of its part of the host's memory, as a line of text."""
+    """Return the forecast of this rank's GPU and of the host's memory, or without a GPU of its part of the
+    host's memory, as lines of text."""
     cuda = torch.cuda.is_available()
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    memory = host / local_ranks
     if cuda:
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    else:
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory = host / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     sampling, update = forecast(s, ranks, memory, cuda)
     note = (f"forecast of memory per rank: sampling {sampling / 1e9:.2f}, update {update / 1e9:.2f} of "
             f"{memory / 1e9:.2f} GB")
-    if max(sampling, update) > memory:
+    in_host = 0
+    if cuda:
+        in_host = beside_gpus(s, ranks, local_ranks)
+        note += f"\nhost memory: {in_host / 1e9:.2f} of {host / 1e9:.2f} GB"
+    if max(sampling, update) > memory or in_host > host:
         note += "\nIt does not fit: docs/placement.md says which settings take less"
     return note

@@ -21,7 +21,8 @@ from options.memory import forecast, forecast_note, sizes
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
                 entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",
                 max_prompt_length=64, max_completion_length=64, prompts_per_step=8, num_generations=4,
-                reference_model="", lora_rank=0, shard_ranks=0, optimizer="adamw",
+                reference_model="", lora_rank=0, shard_ranks=0, optimizer="adamw", lora_from="",
+                offload_base=False,
                 vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=0.4)
 LLAMA = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
@@ -136,6 +137,52 @@ def test_sgd_has_no_moments_and_a_critic_still_does(folder):
         adamw, sgd = (forecast(settings(folder, rollout_ranks=1, optimizer=name, **more), 1, 1e12, False)[0]
                       for name in ("adamw", "sgd"))
         assert adamw - sgd == 8 * sizes(str(folder)).whole
+
+
+def test_an_offloaded_base_is_in_host_memory_and_a_critic_is_not(folder):
+    m, adapters = sizes(str(folder)), {"lora_rank": 8, "engine": "vllm", "vllm_gpu_memory_utilization": 1e-9}
+    trained = 8 * m.through
+    for more, others in (({}, 0), ({"critic_model": ""}, 12 * m.whole),
+                         ({"kl_coef": 0.1, "reference_model": str(folder)}, 4 * m.whole), ({"kl_coef": 0.1}, 0)):
+        (resting, _), (offloaded, _) = (forecast(settings(folder, offload_base=offload, rollout_ranks=1, **adapters, **more),
+                                                 1, 1e12, True) for offload in (False, True))
+        # The base in float32, adapters and moments.
+        assert offloaded == others and resting == others + 4 * m.whole + 12 * trained, more
+    # On a CPU it is the same memory.
+    assert forecast(settings(folder, offload_base=True, **adapters), 1, 1e12, False) == forecast(
+        settings(folder, **adapters), 1, 1e12, False)
+    # A sync takes a merged weight in float32 and its base, and not two heads.
+    sampling, _ = forecast(settings(folder, **adapters, offload_base=True), 1, 1e12, True)
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    largest = max(part.weight.numel() for part in hf.model.modules() if type(part) is torch.nn.Linear)
+    assert sampling == 4 * m.whole + 12 * largest
+    # The first adapters are kept as well.
+    begun = forecast(settings(folder, lora_rank=8, lora_from="some", rollout_ranks=1), 1, 1e12, False)[0]
+    assert begun - forecast(settings(folder, lora_rank=8, rollout_ranks=1), 1, 1e12, False)[0] == 4 * trained
+
+
+def test_host_memory_is_what_rank_0_reads_or_what_sleeps_there(folder):
+    m = sizes(str(folder))
+    trained = 8 * m.through
+    in_host = lambda local=1, ranks=1, **changes: memory.beside_gpus(settings(folder, **{"dtype": "bfloat16"} | changes), ranks, local)
+    assert in_host() == 4 * m.whole and in_host(lora_rank=8) == 2 * m.whole
+    assert in_host(4, 8) == 2 * m.whole * 4 and in_host(4, 8, vllm_tensor_parallel_size=4) == 4 * m.whole
+    assert in_host(offload_optimizer=True) == (4 + 8) * m.whole
+    # The base, adapters, gradients and moments of half of the ranks, and a sleeping engine for each.
+    assert in_host(4, 8, lora_rank=8, offload_base=True) == (2 * m.whole + 16 * trained) / 2 + 8 * m.whole
+
+
+def test_one_card_of_24_gb(tmp_path):
+    """What docs/lora.md says of Qwen3-8B, by its config."""
+    Qwen3Config(vocab_size=151936, hidden_size=4096, intermediate_size=12288, head_dim=128, num_hidden_layers=36,
+                num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False,
+                architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    card = settings(tmp_path, dtype="bfloat16", lora_rank=16, gradient_checkpointing=True, engine="vllm", token_budget=16384,
+                    vllm_gpu_memory_utilization=0.0)
+    for offload, sampling, update in ((True, 16.9, 11.6), (False, 33.8, 27.4)):
+        card.offload_base = offload
+        peaks = [peak / 1e9 for peak in forecast(card, 1, 24e9 if offload else 1e12, True)]
+        assert peaks == pytest.approx([sampling, update], abs=0.05)
 
 
 def test_a_script_may_have_dropped_settings(folder):

@@ -106,7 +106,7 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise InputError(f"{key}={path}: its weights are quantised ({quantization.get('quant_method')}); "
-                         "training needs plain ones")
+                         "training needs plain ones, and docs/models.md says how to write them")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
         raise InputError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
     return path

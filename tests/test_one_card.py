@@ -1,4 +1,5 @@
 """What lets a run fit one card of 24 GB: SGD, an adapter to begin with, a merged model, a base in host memory."""
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -8,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import runs
-from model import load_policy, make_optimizer
+from model import Policy, check_same, load_policy, make_optimizer
 from options import lora
 from options.critic import load_critic
 from runs import kept_rollouts, refused, without_times
+from runtime.model_folder import model_class, read_model
 from test_lora import logps, some_rollouts
 from weights import engine_weights
 
@@ -322,3 +324,36 @@ def test_fsdp_offloads_every_layer_and_pins_nothing_on_a_cpu(folder, mesh):
         policies = [part._get_fsdp_state()._fsdp_param_group.offload_policy for part in (policy, *policy.layers)]
         assert [type(x) is CPUOffloadPolicy and not x.pin_memory for x in policies] == [offload] * 3
         assert policy.device == "cpu"
+
+
+# ---------------------------------------------------------------- a base that is read in 16 bits
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_in_16_bits_is_compared_in_float32_one_layer_at_a_time(dtype, folder, monkeypatch):
+    config = AutoConfig.from_pretrained(folder)
+    policy = lora.AdaptedPolicy(read_model("", model_class(config), folder, config, dtype=dtype))
+    # As if it had been read in float32 and then rounded.
+    rounded = read_model("", model_class(config), folder, config)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    assert all(torch.equal(x.float(), before[f"hf.{name}"].float()) for name, x in rounded.named_parameters())
+    wide = []
+
+    def count(*_):
+        wide.append(sum(p.dtype == torch.float32 for layer in policy.layers for p in layer.parameters()))
+    for layer in policy.layers:
+        layer.mlp.register_forward_hook(count)
+    ids = torch.arange(3, 23)
+    found = policy.by_transformers(ids)
+    assert torch.equal(found, Policy(rounded).by_transformers(ids)) and found.dtype == torch.float32
+    assert wide == [len([*policy.layers[0].parameters()])] * 2
+    assert check_same("", policy, 1) is True
+    for name, parameter in policy.named_parameters():
+        assert parameter.dtype == dtype and torch.equal(parameter, before[name])
+    if dtype == torch.float16:
+        return
+    # As a whole in bfloat16 it would have been refused.
+    monkeypatch.setattr(lora, "in_float32", lambda policy: contextlib.nullcontext())
+    with pytest.raises(ValueError, match="computed here it differs from what transformers computes"):
+        check_same("", policy, 1)

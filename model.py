@@ -566,7 +566,6 @@ def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=N
         tensors = network.state_dict()
     for part in [*layers, *images, network]:
         fully_shard(part, mesh=mesh, **sharding)
-
     home = "cpu" if "offload_policy" in sharding else network.device    # where the parameters wait
 
     def off_meta(x):

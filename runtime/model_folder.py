@@ -70,7 +70,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise InputError(f"{key}={path}: no tokenizer in this folder")
     if os.path.exists(f"{path}/adapter_config.json"):
         raise InputError(f"{key}={path}: the folder holds an adapter (adapter_config.json) and not a model; "
-                         "docs/lora.md says how PEFT writes one")
+                         "lora_from begins with it, and docs/lora.md says how to merge it")
     with reading(f"{key}={path}: {config_name}"):
         limit = longest_row(read_config(path).get_text_config())
     if length > limit:
@@ -106,7 +106,7 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise InputError(f"{key}={path}: its weights are quantised ({quantization.get('quant_method')}); "
-                         "training needs plain ones, and docs/models.md says how to write them")
+                         "training needs plain ones, and docs/measured/folders.md says how to write them")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
         raise InputError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
     return path

@@ -52,11 +52,12 @@ REASONS = {
     r"bench\.(apart|episodes|load|against_trl|answers|splits|step|unbiased|peers|hardware)": "a test runs it in small",
     r"--eval_prompts=0 --samples=8|'mean@8'": "test_first_run.py plays both",
     r"(report|evaluate_model)\.py \S+( out/run1 out/run2)?$": "test_report.py and test_evaluate.py play it",
+    r"options\.merge_adapter|--lora_from": "test_one_card.py plays it",
     r"--save_rollouts": "test_run_log.py plays it",
     r"smollm2|out/teacher|warm0|leap_|other_years|\$\{run": "it needs a larger model than the repository has",
     r"config/|train_\w+\.py$|train_ppo\.py --seed": "test_recipes.py plays each script and each config",
     r"bench[./]|tiny\.pretrain": "it takes ten seconds to hours, and measures or makes what the repository has",
-    r"--engine=vllm|--max_staleness=4|--dtype|--eval_interval=2|--max_steps=8|--prompts_per_step=16|--lora_rank=R":
+    r"--engine=vllm|--max_staleness=4|--dtype|--eval_interval=2|--max_steps=8|--prompts_per_step=16|--lora_rank=R|--optimizer=sgd":
         "it is a measurement, of settings that other tests play",
     "--rise_above|=spo|recipes/|train_muon": "it is of a recipe, which test_docs.py applies and runs, or test_recipes.py",
     r"--nproc_per_node=\d$|--shutdown_timeout=300$": "it is a part of a command"}

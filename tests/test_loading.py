@@ -326,7 +326,7 @@ def changed(folder, path, **changes):
 
 @pytest.mark.parametrize("changes, message", [
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"its weights are quantised \(awq\); training needs plain "
-     "ones, and docs/models.md says how to write them"),
+     "ones, and docs/measured/folders.md says how to write them"),
     ({"quantization_config": {"quant_method": "fp8"}}, r"its weights are quantised \(fp8\)"),
     ({"auto_map": {"AutoConfig": "a.B"}, "model_type": "mine"}, "cannot be read: ValueError: .*custom code"),
     ({"model_type": "mine"}, "config.json cannot be read: .*`mine`"),

@@ -391,7 +391,7 @@ def test_an_adapter_is_not_taken_for_a_model(checkpoint, folder, reward_file, tm
                         ("train_ppo.py", "critic_model")):
         runs.refused([f"--{key}={checkpoint}", "--engine=hf"] + [f"--model={folder}"] * (key != "model"),
                      f"{key}={checkpoint}: the folder holds an adapter (adapter_config.json) and not a "
-                     "model; docs/lora.md says how PEFT writes one", tmp_path, script)
+                     "model; lora_from begins with it, and docs/lora.md says how to merge it", tmp_path, script)
 
 
 @pytest.mark.parametrize("settings, message", [

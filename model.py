@@ -18,6 +18,7 @@ by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that t
 the gap between engine and trainer. In the default run it caused a quarter to two fifths
 (docs/measured/speed.md).
 """
+import contextlib
 import copy
 import functools
 import math
@@ -183,8 +184,9 @@ class Network(nn.Module):
 
     A subclass has the attribute head, the linear layer that follows the decoder, and two methods that
     check_same compares: by_transformers and by_training. A network keeps its decoder and its head, so a
-    policy looks for them only once.
+    policy looks for them only once. in_float32 is the context in which it is compared.
     """
+    in_float32 = contextlib.nullcontext
 
     def __init__(self, hf):
         super().__init__()
@@ -465,9 +467,8 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=F
     lora.adapt after the policy; then everything except the adapters is frozen, in dtype. trained: False for a
     reference model. It needs no gradient, so its weights are in dtype as well, which in bfloat16 takes half
     the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32, or with
-    adapters in dtype. Raises
-    InputError for a model that cannot be loaded, or whose logprobs would not be those that transformers
-    computes. A collective.
+    adapters in dtype. Raises InputError for a model that cannot be loaded, or whose logprobs would not be
+    those that transformers computes. A collective.
     """
     label = f"model={path}"
     kind = Policy
@@ -513,7 +514,8 @@ def on_all_ranks(label, read, sequence_group, reader=None):
         try:
             network = read()
             check = reader.check_same if reader else check_same
-            network.packed = check(label, network, sequence_group.size() if sequence_group else 1)
+            with network.in_float32():
+                network.packed = check(label, network, sequence_group.size() if sequence_group else 1)
             # As deepcopy takes it: {id of an object: the copy of it}
             replaced = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad)
                         for x in network.parameters()}

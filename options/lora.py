@@ -122,30 +122,21 @@ class AdaptedPolicy(Policy):
     rounding. So it is compared in float32.
     """
 
-    def by_transformers(self, ids):
-        with in_float32(self):
-            return super().by_transformers(ids)
-
-    def by_training(self, batch):
-        with in_float32(self):
-            return super().by_training(batch)
-
-
-@contextlib.contextmanager
-def in_float32(policy):
-    """Let a Policy on the CPU compute in float32. Each layer is in float32 only while it computes."""
-    dtype = next(policy.parameters()).dtype
-    in_layers = set().union(*(layer.parameters() for layer in policy.layers))
-    outside = nn.ParameterList({*policy.parameters()} - in_layers)
-    handles = []
-    for layer in policy.layers:
-        handles.append(layer.register_forward_pre_hook(functools.partial(cast, torch.float32)))
-        handles.append(layer.register_forward_hook(functools.partial(cast, dtype)))
-    cast(torch.float32, outside)
-    yield
-    cast(dtype, outside)
-    for handle in handles:
-        handle.remove()
+    @contextlib.contextmanager
+    def in_float32(self):
+        """Let a Policy on the CPU compute in float32. Each layer is in float32 only while it computes."""
+        dtype = next(self.parameters()).dtype
+        in_layers = set().union(*(layer.parameters() for layer in self.layers))
+        outside = nn.ParameterList({*self.parameters()} - in_layers)
+        handles = []
+        for layer in self.layers:
+            handles.append(layer.register_forward_pre_hook(functools.partial(cast, torch.float32)))
+            handles.append(layer.register_forward_hook(functools.partial(cast, dtype)))
+        cast(torch.float32, outside)
+        yield
+        cast(dtype, outside)
+        for handle in handles:
+            handle.remove()
 
 
 def cast(dtype, part, *_):

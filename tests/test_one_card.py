@@ -1,5 +1,4 @@
 """What lets a run fit one card of 24 GB: SGD, an adapter to begin with, a merged model, a base in host memory."""
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -329,7 +328,7 @@ def test_fsdp_offloads_every_layer_and_pins_nothing_on_a_cpu(folder, mesh):
 # ---------------------------------------------------------------- a base that is read in 16 bits
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_base_in_16_bits_is_compared_in_float32_one_layer_at_a_time(dtype, folder, monkeypatch):
+def test_a_base_in_16_bits_is_compared_in_float32_one_layer_at_a_time(dtype, folder):
     config = AutoConfig.from_pretrained(folder)
     policy = lora.AdaptedPolicy(read_model("", model_class(config), folder, config, dtype=dtype))
     # As if it had been read in float32 and then rounded.
@@ -345,15 +344,16 @@ def test_a_base_in_16_bits_is_compared_in_float32_one_layer_at_a_time(dtype, fol
     for layer in policy.layers:
         layer.mlp.register_forward_hook(count)
     ids = torch.arange(3, 23)
-    found = policy.by_transformers(ids)
+    with policy.in_float32():
+        found = policy.by_transformers(ids)
     assert torch.equal(found, Policy(rounded).by_transformers(ids)) and found.dtype == torch.float32
     assert wide == [len([*policy.layers[0].parameters()])] * 2
-    assert check_same("", policy, 1) is True
+    with policy.in_float32():
+        assert check_same("", policy, 1) is True
     for name, parameter in policy.named_parameters():
         assert parameter.dtype == dtype and torch.equal(parameter, before[name])
     if dtype == torch.float16:
         return
     # As a whole in bfloat16 it would have been refused.
-    monkeypatch.setattr(lora, "in_float32", lambda policy: contextlib.nullcontext())
     with pytest.raises(ValueError, match="computed here it differs from what transformers computes"):
         check_same("", policy, 1)

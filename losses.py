@@ -196,12 +196,13 @@ def overlong_penalty(lengths, max_length, buffer):
 
 
 # ---------------------------------------------------------------- policy losses
-# Each function is called with (logp, old_logp, adv, engine_logp=..., mean=..., epsilon=..., epsilon_high=...)
-# and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and two masks
-# for the logs. They say where clipping acted at the lower bound and where it acted at the upper bound.
+# Each function is called with (logp, old_logp, adv, engine_logp=..., mean=..., lengths=..., epsilon=...,
+# epsilon_high=...) and declares the keywords that it uses. It returns three tensors [C]: the loss, with
+# gradient, and two masks for the logs, which say where clipping acted at the lower and at the upper bound.
 #   old_logp [C]: the logprobs of the policy that the ratio compares with, computed by trainer or engine.
 #   engine_logp [C]: the logprobs of the engine when it sampled, also if old_logp is the trainer's.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
+#   lengths: a function that returns for each token the length of its sequence, [C].
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
 # -adv * grad(logp). Every loss with a ratio clamps its logarithm to [-20, 20]: beyond that exp may overflow,
 # and infinity * 0 is NaN.
@@ -349,7 +350,7 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 # gradient, multiply the token losses to correct for that. Each function of CORRECTIONS is called with
 # (old_logp, engine_logp, mean=..., lengths=..., cap=..., low=..., high=...).
 #   old_logp, engine_logp [C]: the trainer's and the engine's logprobs of the same tokens.
-#   mean: as in the losses. lengths: a function that returns for each token the length of its sequence, [C].
+#   mean, lengths: as in the losses.
 # The ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
 #   none               1
 #   token_truncate     min(ratio, cap)                         TIS, https://fengyao.notion.site/off-policy-rl

@@ -218,10 +218,10 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                 batch.put(logp.detach(), new_logps)
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
-                # [C] each. Only some losses use engine_logp and mean, a method like sequence_lengths below.
+                # [C] each. Only some losses use engine_logp, mean and lengths.
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
-                    epsilon=epsilon, epsilon_high=epsilon_high)
+                    lengths=batch.sequence_lengths, epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.CORRECTIONS[engine_correction](
                     old_logp, engine_logp, mean=batch.mean, lengths=batch.sequence_lengths,
                     cap=correction_cap, low=correction_low, high=correction_high)       # [C]

@@ -439,14 +439,20 @@ def mean(values):
     return torch.cat([part.mean().expand(len(part)) for part in values.split(LENGTHS)])
 
 
+def sequence_lengths():
+    """The length of its sequence at each token, as MicroBatch.sequence_lengths gives it."""
+    lengths = torch.tensor(LENGTHS)
+    return lengths.repeat_interleave(lengths)
+
+
 def policy_loss(kind, logp, old, adv, mean=None, epsilon=0.2, epsilon_high=0.2, marked=None):
     """As the training scripts call them: found by name, and given every keyword.
 
     Only dppo reads the engine's logprobs, and it reads no others: the ones it should not read are NaN.
     """
     old, engine = (old * math.nan, old) if kind == "dppo" else (old, old * math.nan)
-    return losses.LOSSES[kind](logp, old, adv, mean=mean, engine_logp=engine, epsilon=epsilon,
-                               epsilon_high=epsilon_high, marked=marked)
+    return losses.LOSSES[kind](logp, old, adv, mean=mean, lengths=sequence_lengths, engine_logp=engine,
+                               epsilon=epsilon, epsilon_high=epsilon_high, marked=marked)
 
 
 def slow_policy_loss(logp, old, adv, marked, low, high, kind):

@@ -616,3 +616,55 @@ def test_skipped_rollouts_have_no_gradient_but_a_weight(tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert line["entropy"] != pytest.approx(other["entropy"], rel=1e-6)
+
+
+# ---------------------------------------------------------------- methods of 2026, each a recipe
+
+def added(folder, recipe):
+    """The functions of losses.py with a recipe, by name."""
+    changed(folder, script="configurator.py")
+    return runpy.run_path(changed(folder, script="losses.py", diff=RECIPES[recipe]))
+
+
+def slow_vespo(ratios, adv):
+    k, c = (2, 3) if adv >= 0 else (3, 2)
+    W = math.prod(ratios)
+    return W ** k * math.exp(c * (1 - W)) * adv
+
+
+@pytest.mark.parametrize("recipe", ["vespo", "dro"])
+def test_a_loss_of_a_recipe_has_the_value_and_the_gradient_of_its_formula(tmp_path, recipe):
+    """Of sequences of 3, 1 and 7 tokens, one of them with an advantage of 0 and one with a negative one."""
+    loss = added(tmp_path, recipe)["LOSSES"][recipe]
+    torch.manual_seed(0)
+    sizes = [3, 1, 7]
+    old = -torch.rand(11, dtype=torch.float64) * 3
+    logp = (old + 0.3 * torch.randn(11, dtype=torch.float64)).requires_grad_()
+    adv = torch.tensor([1.3, 0.0, -0.7], dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+
+    def mean(values):
+        return torch.cat([part.mean().expand_as(part) for part in values.split(sizes)])
+
+    lengths = torch.tensor(sizes).repeat_interleave(torch.tensor(sizes))
+    value, low, high = loss(logp, old, adv, mean=mean, lengths=lambda: lengths, epsilon=0.2, epsilon_high=0.2)
+    value.sum().backward()
+    assert not low.any() and not high.any()
+    first = 0
+    for size in sizes:
+        ratios = [math.exp(logp[c].item() - old[c].item()) for c in range(first, first + size)]
+        for c in range(first, first + size):
+            new, a = logp[c].item(), adv[c].item()
+            if recipe == "vespo":
+                weight = slow_vespo(ratios, a)
+                expected, slope = -weight * new, -weight
+            else:
+                gap = new - old[c].item()
+                expected, slope = -(a * new - 0.05 / 2 * gap ** 2), -(a - 0.05 * gap)
+            assert value[c].item() == pytest.approx(expected, rel=1e-9)
+            assert logp.grad[c].item() == pytest.approx(slope, rel=1e-9)
+        first += size
+    # On-policy it is the gradient of every loss; far away nothing overflows.
+    logp = old.clone().requires_grad_()
+    loss(logp, old, adv, mean=mean, lengths=lambda: lengths)[0].sum().backward()
+    assert logp.grad.tolist() == pytest.approx((-adv).tolist())
+    assert loss(old + 90, old, adv, mean=mean, lengths=lambda: lengths)[0].isfinite().all()

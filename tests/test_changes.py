@@ -668,3 +668,45 @@ def test_a_loss_of_a_recipe_has_the_value_and_the_gradient_of_its_formula(tmp_pa
     loss(logp, old, adv, mean=mean, lengths=lambda: lengths)[0].sum().backward()
     assert logp.grad.tolist() == pytest.approx((-adv).tolist())
     assert loss(old + 90, old, adv, mean=mean, lengths=lambda: lengths)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("only_right, ranks", [(False, 1), (True, 1), (True, 2)])
+def test_cross_entropy_on_ones_own_samples(folder, tmp_path, only_right, ranks):
+    """They are sampled at temperature 0.6 from eight tokens; the loss is that of all tokens at temperature 1."""
+    (tmp_path / "third.py").write_text(
+        "def third(prompts, completions, **_):\n"
+        "    return [float(len(c[0]['content']) % 3 == 0) for c in completions]\n")
+    script = changed(tmp_path, diff=RECIPES["ssd"])
+    arguments = small(folder, f"--reward={tmp_path}/third.py:third", "--max_steps=1", "--temperature=0.6",
+                      "--top_k=8", "--top_p=0.95", f"--only_right={only_right}", "--token_budget=100")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trained = [row for row in rows if row["score"] > 0 or not only_right]
+    assert len(trained) == 16 if not only_right else 2 < len(trained) < 12
+    loss = -sum(logprobs(model, row).sum() for row in trained) / sum(len(row["logprobs"]) for row in trained)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_distillation_that_trusts_the_teacher_less_behind_a_gap(folder, teacher, reward_file, tmp_path):
+    script = changed(tmp_path, diff=RECIPES["iw_opd"])
+    shutil.copytree(os.path.join(ROOT, "config"), tmp_path / "config")
+    arguments = small(folder, reward_file, "--max_steps=1", f"--reference_model={teacher}")
+    forked(tmp_path / "log", script, "config/methods/distill.py", *arguments, f"--out_dir={tmp_path}/run",
+           keep=True)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    with torch.no_grad():
+        judge = AutoModelForCausalLM.from_pretrained(teacher)
+        gaps = [(logprobs(judge, row) - torch.tensor(row["logprobs"])).tolist() for row in rows]
+    advantages = []
+    for own in gaps:
+        total = sum(abs(a) for a in own)
+        advantages.append([(1 + 0.5 * (1 - sum(abs(b) for b in own[:t]) / total)) * a for t, a in enumerate(own)])
+    loss, norm = slow_step(AutoModelForCausalLM.from_pretrained(folder), rows, advantages)
+    assert line["loss"] == pytest.approx(loss, rel=1e-4) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # The logged KL is that of the two models.
+    assert line["kl"] == pytest.approx(-sum(map(sum, gaps)) / sum(map(len, gaps)), rel=1e-4)

@@ -23,6 +23,7 @@ from bench import unbiased
 from options.saved_rollouts import from_arrays
 from runtime.run import check_state
 from runs import RECIPES, ROOT, forked, kept_rollouts, lines, without_times
+from test_docs import copy, patch  # noqa: F401
 from test_train_grpo import SMALL, train
 from test_unbiased import slow_gradients
 
@@ -43,6 +44,9 @@ def changed(folder, *changes, script="train_grpo.py", diff=""):
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     (folder / script).write_text(text)
+    for other in re.findall(r"^--- a/(\w+\.py)$", diff, re.M):
+        if other != script:
+            shutil.copy(os.path.join(ROOT, other), folder)
     if diff:
         script = ([script] + re.findall(r"^copy to (\S+)$", diff, re.M))[-1]
         if "copy to" in diff:
@@ -710,3 +714,115 @@ def test_distillation_that_trusts_the_teacher_less_behind_a_gap(folder, teacher,
     assert line["loss"] == pytest.approx(loss, rel=1e-4) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
     # The logged KL is that of the two models.
     assert line["kl"] == pytest.approx(-sum(map(sum, gaps)) / sum(map(len, gaps)), rel=1e-4)
+
+
+NOTED = '''
+import json
+def score(prompts, completions, **_):
+    scores = [float(len(c[0]["content"]) % 3 == 0) for c in completions]
+    with open("{folder}/noted.jsonl", "a") as file:
+        for p, c, s in zip(prompts, completions, scores):
+            file.write(json.dumps([p[0]["content"], c[0]["content"], s]) + chr(10))
+    return scores
+'''
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_regression_on_what_the_best_policy_would_score(folder, teacher, tmp_path, ranks):
+    """The table is that of the first samples of each prompt; with a reference that is not the policy."""
+    (tmp_path / "noted.py").write_text(NOTED.replace("{folder}", str(tmp_path)))
+    script = changed(tmp_path, diff=RECIPES["a_star"])
+    arguments = small(folder, f"--reward={tmp_path}/noted.py:score", "--max_steps=2", "--table_samples=5",
+                      "--num_generations=1", "--prompts_per_step=8", "--kl_coef=0.05", "--beta1=0.3",
+                      "--advantage=reinforce++", "--loss_aggregation=sequence_sum",
+                      f"--reference_model={teacher}", "--lr_decay=constant", "--token_budget=100")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    metrics, rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    values, counted = {}, defaultdict(list)
+    for prompt, text, score in lines(tmp_path, "noted.jsonl"):
+        if text not in ("Answer: 0", ""):                       # those of the trial
+            counted[prompt].append(score)
+    for row in rows:
+        text = row["row"]["prompt"][0]["content"]
+        first = counted[text][:5]
+        values[text] = 0.3 * math.log(sum(math.exp(score / 0.3) for score in first) / 5)
+    state = json.loads((tmp_path / "run/checkpoint-2/trainer/state.json").read_text())
+    assert len(state["values"]) == 16 and metrics[0]["table/sampled_tokens"] > 5 * 16
+    assert len({*values.values()}) > 2
+    model, judge = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, teacher))
+    loss = 0.0
+    for row in rows:
+        log_ratio = (logprobs(model, row) - logprobs(judge, row).detach()).sum()
+        right = row["score"] - values[row["row"]["prompt"][0]["content"]]
+        loss = loss + (0.05 * log_ratio - right) ** 2 / len(rows)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # A resumed run has the table, and does not sample it again.
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-2"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=ranks)
+    assert without_times(lines(tmp_path / "again")) == without_times(metrics)
+
+
+def slow_otb(to_go, norms, G):
+    """The advantages of each completion's tokens; to_go is None for one without a score."""
+    result = []
+    for first in range(0, len(to_go), G):
+        group = [(own, [sum(squares[:t + 1]) for t in range(len(squares))])
+                 for own, squares in zip(to_go[first:first + G], norms[first:first + G])]
+        for own, weights in group:
+            result.append([])
+            for t in range(len(weights)):
+                there = [(other[t], w[t]) for other, w in group if other is not None and len(w) > t]
+                if own is None:
+                    result[-1].append(0.0)
+                else:
+                    result[-1].append(own[t] - sum(g * w for g, w in there) / sum(w for _, w in there))
+    return result
+
+
+def test_the_optimal_baseline_of_each_token(tmp_path):
+    """With rewards of single tokens, a penalty on a score, and completions without a score."""
+    otb = added(tmp_path, "otb")["ADVANTAGES"]["otb"]
+    torch.manual_seed(0)
+    lengths = [5, 3, 1, 4, 2, 6, 3, 3, 3]
+    rewards = [{0: 0.5, 4: -1.0}, {2: 2.0}, {0: math.nan}, {1: 0.25, 3: 1.0}, {1: 7.0}, {5: 0.5}] + [{2: 0.3}] * 3
+    scores = torch.tensor([sum(own.values()) for own in rewards])
+    scores[0] -= 0.5
+    norms = {s: 2 * torch.rand(n) for s, n in enumerate(lengths)}
+    adv = otb(scores, 3, lengths=torch.tensor(lengths), rewards=rewards, square_norms=norms)
+    to_go = []
+    for s, own in enumerate(rewards):
+        difference = scores[s].item() - sum(own.values())
+        to_go.append([sum(r for token, r in own.items() if token >= t) + difference for t in range(lengths[s])])
+    to_go[2] = None
+    for s, expected in enumerate(slow_otb(to_go, [norms[s].tolist() for s in range(9)], 3)):
+        assert adv[s].tolist() == pytest.approx(expected, abs=1e-5), s
+    assert not any(adv[s].any() for s in (6, 7, 8))             # exactly 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_norms_of_gradients_come_from_half_the_temperature(copy, folder, reward_file, tmp_path, ranks):
+    patch(copy, RECIPES["otb"])
+    arguments = small(folder, reward_file, "--max_steps=1", "--temperature=0.7", "--advantage=otb",
+                      "--token_budget=100")
+    forked(tmp_path / "log", "train_grpo.py", *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks, root=copy)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    model, norms = AutoModelForCausalLM.from_pretrained(folder), []
+    for row in rows:
+        ids, ((start, end),) = torch.tensor([row["ids"]]), row["spans"]
+        table = (model(ids).logits[0, start - 1:end - 1] / 0.7).softmax(-1).double()
+        hot = torch.nn.functional.one_hot(ids[0, start:end], table.shape[1])
+        norms.append((hot - table).square().sum(1).tolist())    # of the logprob's gradient in the logits
+        row["logprobs"] = logprobs(model, row, 0.7).tolist()
+    to_go = [[row["score"]] * row["length"] for row in rows]
+    total = 0.0
+    for row, adv in zip(rows, slow_otb(to_go, norms, 4)):
+        logp = logprobs(model, row, 0.7)
+        total = total - ((logp - logp.detach()).exp() * torch.tensor(adv)).sum()
+    loss = total / sum(row["length"] for row in rows)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)

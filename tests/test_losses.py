@@ -34,7 +34,8 @@ def advantages(kind, rewards, G, lengths=None, greedy=None, pass_k=2):
     lengths = torch.ones(len(rewards)).long() if lengths is None else lengths
     at_tokens = [{n - 1: r} for r, n in zip(rewards.tolist(), lengths.long().tolist())]
     more = {"lengths": lengths, "greedy": greedy, "pass_k": pass_k, "rewards": at_tokens,
-            "parts": [{"a": r} for r in rewards.tolist()], "weights": {}}
+            "parts": [{"a": r} for r in rewards.tolist()], "weights": {},
+            "square_norms": {s: torch.ones(n) for s, n in enumerate(lengths.long().tolist())}}
     adv = losses.ADVANTAGES[kind](rewards, G, **more)
     if isinstance(adv, dict):
         assert [len(adv[s]) for s in adv] == lengths.tolist()

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -826,3 +827,45 @@ def test_the_norms_of_gradients_come_from_half_the_temperature(copy, folder, rew
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_solved_and_hopeless_rows_are_drawn_less_and_come_back(folder, tmp_path, ranks):
+    """A third of the rows is always right, a third never; a resumed run repeats the unbroken one."""
+    (tmp_path / "thirds.py").write_text(
+        "def thirds(prompts, completions, **_):\n"
+        "    kinds = [ord(p[0]['content'][-1]) % 3 for p in prompts]\n"
+        "    return [float(kind == 0 or kind == 1 and len(c[0]['content']) % 2 == 0)\n"
+        "            for kind, c in zip(kinds, completions)]\n")
+    rows = [{"prompt": [{"role": "user", "content": f"{i} {'abc'[i % 3]}"}], "i": i} for i in range(18)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = changed(tmp_path, diff=RECIPES["curriculum"])
+    arguments = small(folder, f"--reward={tmp_path}/thirds.py:thirds", "--task=file", "--train_prompts=0",
+                      f"--train_file={tmp_path}/rows.jsonl", f"--eval_file={tmp_path}/rows.jsonl",
+                      "--max_steps=14", "--lr_decay=constant", "--save_interval=7", "--again=0.3", "--newest=0.4")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    position, rates, visits = 0, {}, defaultdict(list)
+    for step in range(14):
+        expected = []
+        while len(expected) < 4:
+            epoch, place = divmod(position, 18)
+            number = random.Random(f"0 {epoch}").sample(range(18), 18)[place]
+            draw = random.Random(f"0 {position}").random()
+            position += 1
+            if number not in rates or 0.1 <= rates[number] <= 0.9 or draw < 0.3:
+                expected.append(number)
+        kept = kept_rollouts(tmp_path / "run", step)
+        assert [row["row"]["i"] for row in kept[::4]] == expected
+        for place, number in enumerate(expected):
+            share = sum(row["score"] > 0 for row in kept[4 * place:4 * place + 4]) / 4
+            rates[number] = share if number not in rates else 0.6 * rates[number] + 0.4 * share
+            visits[number].append(share)
+        assert lines(tmp_path / "run")[step]["train/drawn_less"] == sum(
+            not 0.1 <= rate <= 0.9 for rate in rates.values())
+    # ord("c") is a multiple of 3, and such rows are solved at once.
+    seen = {letter: sum(len(own) for i, own in visits.items() if "abc"[i % 3] == letter) for letter in "abc"}
+    assert seen["a"] > 1.5 * seen["c"] and seen["a"] > 1.5 * seen["b"] and len(visits) == 18
+    assert any(len(own) > 1 for i, own in visits.items() if "abc"[i % 3] == "c")
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-14"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=ranks)
+    assert without_times(lines(tmp_path / "again")) == without_times(lines(tmp_path / "run"))

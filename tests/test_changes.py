@@ -22,6 +22,7 @@ import losses
 import runs
 from bench import unbiased
 from options.saved_rollouts import from_arrays
+from runtime.model_folder import SHIPPED
 from runtime.run import check_state
 from runs import RECIPES, ROOT, forked, kept_rollouts, lines, without_times
 from test_docs import copy, patch  # noqa: F401
@@ -869,3 +870,181 @@ def test_solved_and_hopeless_rows_are_drawn_less_and_come_back(folder, tmp_path,
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-14"))
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=ranks)
     assert without_times(lines(tmp_path / "again")) == without_times(lines(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("ranks, updates", [(1, 1), (2, 1), (1, 2)])
+def test_the_policy_also_learns_what_the_world_answers(tmp_path, ranks, updates):
+    """Games of several turns; the loss of each token by a plain forward. Without the weight it is the plain run."""
+    script = changed(tmp_path, diff=RECIPES["echo"])
+    arguments = ["--model=tiny_episodes", "--task=guess", "--environment=environments/guess_number.py:Guess",
+                 "--max_turns=3", "--max_prompt_length=96", "--max_completion_length=64", "--token_budget=300",
+                 f"--num_mini_batches={updates}", "--grad_clip=0", "--eval_prompts=4", "--save_interval=0"]
+    arguments = runs.with_defaults(arguments, {**SMALL, "max_steps": 1, "learning_rate": 1e-9})
+    metrics = {}
+    for name, coefficient in (("run", 0.1), ("none", 0.0)):
+        forked(tmp_path / "log", script, *arguments, f"--echo_coef={coefficient}", f"--out_dir={tmp_path}/{name}",
+               keep=True, ranks=ranks)
+        metrics[name] = lines(tmp_path / name)[0]
+    _, rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    plain, _ = runs.train("train_grpo.py", tmp_path / "plain", arguments, {}, ranks=ranks)
+    for key in ("loss", "grad_norm", "entropy", "sampling/sampling_logp_difference/mean"):
+        assert metrics["none"][key] == pytest.approx(plain[0][key], rel=1e-4, abs=1e-7), key
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED["tiny_episodes"], dtype=torch.float32)
+    shuffled, expected, norm = random.Random("0 0").sample(range(16), 16), 0.0, 0.0
+    advantages = of_groups(rows)
+    assert any(len(row["spans"]) > 1 for row in rows)
+    for u in range(updates):
+        update = shuffled[u::updates]
+        policy_loss, echo_loss, tokens, inserted = 0.0, 0.0, 0, 0
+        for s in update:
+            ids = torch.tensor([rows[s]["ids"]])
+            table = model(ids).logits[0].log_softmax(-1)
+            own = {place for start, end in rows[s]["spans"] for place in range(start, end)}
+            for place in range(rows[s]["spans"][0][0], rows[s]["spans"][-1][1]):
+                logp = table[place - 1, ids[0, place]]
+                if place in own:
+                    policy_loss = policy_loss - (logp - logp.detach()).exp() * advantages[s][0]
+                    tokens += 1
+                else:
+                    echo_loss = echo_loss - logp
+                    inserted += 1
+        assert inserted > 10
+        model.zero_grad()
+        loss = policy_loss / tokens + 0.1 * echo_loss / inserted
+        loss.backward()
+        expected += loss.item() / updates
+        norm += math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters())) / updates
+    assert metrics["run"]["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["run"]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def sequences(row):
+    """A kept rollout's sequences: the role, a rollout of one span after another, and the first sampled token."""
+    starts = row["sequence_starts"] + [[len(row["ids"]), row["length"], 0]]
+    for name, (start, first, _), (end, after, _) in zip(row["sequence_names"], starts, starts[1:]):
+        ((a, b),) = [span for span in row["spans"] if start <= span[0] < end]
+        yield name, {"ids": row["ids"][start:end], "spans": [(a - start, b - start)],
+                     "logprobs": row["logprobs"][first:after]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_role_of_a_game_has_a_baseline(talker, tmp_path, ranks):
+    """Also after a resume. A role speaks in several sequences of an episode."""
+    script = changed(tmp_path, diff=RECIPES["rae"])
+    arguments = [f"--model={talker}", "--task=arithmetic", "--agent=environments/nim.py:play", "--decay=0.8",
+                 "--max_prompt_length=96", "--lr_decay=constant", "--token_budget=300"]
+    arguments = runs.with_defaults(arguments, SMALL)
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    metrics, baselines, roles = lines(tmp_path / "run"), {}, set()
+    for step in (0, 1):
+        rows, advantages, spoken = kept_rollouts(tmp_path / "run", step), [], []
+        for row in rows:
+            assert sorted(row["parts"].values()) == [-1, 1]
+            before = dict(baselines)
+            for name, reward in row["parts"].items():
+                baselines[name] = 0.8 * before.get(name, 0.0) + 0.2 * reward
+            for name, sequence in sequences(row):
+                advantages.append([row["parts"][name] - before.get(name, 0.0)] * len(sequence["logprobs"]))
+                spoken.append(sequence)
+                roles.add(name)
+        model = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/run/checkpoint-1" if step else talker)
+        loss, norm = slow_step(model, spoken, advantages)
+        assert metrics[step]["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+        assert metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        for name, baseline in baselines.items():
+            assert metrics[step][f"baseline/{name}"] == pytest.approx(baseline, rel=1e-6)
+    assert {"first"} <= roles <= {"first", "second"} and len(baselines) == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-2"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=ranks)
+    again = lines(tmp_path / "again")
+    assert {key: value for key, value in again[1].items() if key.startswith("baseline/")} == {
+        key: value for key, value in metrics[1].items() if key.startswith("baseline/")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_continuations_of_a_beginning_are_compared_with_each_other(tmp_path, ranks):
+    """Of the shipped model, some of whose answers end within the beginning."""
+    (tmp_path / "third.py").write_text(
+        "def third(prompts, completions, **_):\n"
+        "    return [float(sum(map(ord, c[0]['content'])) % 3 == 0) for c in completions]\n")
+    script = changed(tmp_path, diff=RECIPES["tree"])
+    arguments = runs.with_defaults(["--model=tiny", "--siblings=3", "--num_generations=6", "--trunk_tokens=8",
+                                    "--max_completion_length=32", f"--reward={tmp_path}/third.py:third",
+                                    "--max_steps=1", "--token_budget=200", "--prompts_per_step=6"], SMALL)
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED["tiny"])
+
+    def normalised(values):
+        mean, std = statistics.mean(values), statistics.stdev(values)
+        return [(value - mean) / (std + 1e-4) for value in values]
+
+    advantages, kinds = [], defaultdict(int)
+    for first in range(0, len(rows), 6):
+        trunks = [rows[first:first + 3], rows[first + 3:first + 6]]
+        prompt = trunks[0][0]["spans"][0][0]
+        of_trunks = normalised([statistics.mean(row["score"] for row in own) for own in trunks])
+        for own, of_trunk in zip(trunks, of_trunks):
+            assert own[0]["spans"] == [[prompt, len(own[0]["ids"])]]
+            ended = own[0]["length"] <= 8 and all(row["ids"] == own[0]["ids"] for row in own)
+            kinds[ended] += 1
+            for row, of_leaf in zip(own, normalised([row["score"] for row in own])):
+                assert row["ids"][:prompt + 8] == own[0]["ids"][:prompt + 8]
+                # What is scored is the whole answer.
+                text = tokenizer.decode(row["ids"][prompt:], skip_special_tokens=True)
+                assert row["completion"][0]["content"] == text
+                if row is own[0]:
+                    advantages.append([of_trunk] * min(8, row["length"]) + [of_leaf] * (row["length"] - 8))
+                else:
+                    assert row["spans"] == [[len(row["ids"]) - 1 if ended else prompt + 8, len(row["ids"])]]
+                    advantages.append([of_leaf] * row["length"])
+    assert kinds[False] > 2 and kinds[True] > 0
+    assert len({advantage for own in advantages for advantage in own}) > 4
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED["tiny"], dtype=torch.float32)
+    loss, norm = slow_step(model, rows, advantages)
+    assert line["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_proposal_is_paid_by_the_spread_of_its_solutions(folder, tmp_path, ranks):
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completions, answer, **_):\n"
+        "    return [float((len(c[0]['content']) + len(a)) % 2 == 0) for c, a in zip(completions, answer)]\n")
+    script = changed(tmp_path, diff=RECIPES["proposer"])
+    with open(script) as file:
+        text = file.read()
+    # This model writes no numbers, so every other text is a problem.
+    pattern = '    match = re.search(r"(\\d{1,4}) *([-+*]) *(\\d{1,4})", text)\n'
+    assert pattern in text
+    with open(script, "w") as file:
+        file.write(text.replace(pattern, "    match = re.match('(.)(.)(.)', f'{len(text) % 10}+2')\n"
+                                         "    match = match if len(text) % 2 else None\n"))
+    arguments = small(folder, f"--reward={tmp_path}/half.py:half", "--task=arithmetic", "--max_steps=1",
+                      "--prompts_per_step=2", "--max_prompt_length=96", "--token_budget=300")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    # The rows of each rank: the proposals, then four solutions of each problem among these.
+    place, groups = 0, []
+    for _ in range(ranks):
+        proposals = rows[place:place + 8 // ranks]
+        place += len(proposals)
+        for first in range(0, len(proposals), 4):
+            groups.append(proposals[first:first + 4])
+        for row in proposals:
+            assert row["row"]["prompt"][0]["content"].startswith("Write another problem like: What is ")
+            text = row["completion"][0]["content"]
+            if len(text) % 2:
+                solutions = rows[place:place + 4]
+                place += 4
+                groups.append(solutions)
+                answer = str(len(text) % 10 + 2)
+                assert all(other["row"]["answer"] == answer for other in solutions)
+                assert row["score"] == pytest.approx(statistics.stdev(other["score"] for other in solutions))
+            else:
+                assert row["score"] == 0
+    assert place == len(rows) > 16 and line["completions/sampled_tokens"] == sum(row["length"] for row in rows)
+    flat = sum(groups, [])
+    loss, norm = slow_step(AutoModelForCausalLM.from_pretrained(folder), flat, of_groups(flat))
+    assert line["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)

@@ -36,7 +36,7 @@ DIFFS = {"README.md": README_DIFF} | RECIPES
 # The first by tests/test_changes.py.
 TESTED_BELOW = "parameter_groups", "muon", "balance_experts"
 PARITY = "def score(prompts, completions, **_):\n    return [sum(map(ord, m[0]['content'])) % 2 for m in completions]\n"
-PACKAGES = ["config", "options", "runtime", "tasks", "tiny"]
+PACKAGES = ["config", "environments", "options", "runtime", "tasks", "tiny"]
 TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
         "--num_generations=4", "--train_prompts=256", "--max_completion_length=8", "--num_mini_batches=2"]
 

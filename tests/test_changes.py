@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import regex
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -1048,3 +1049,67 @@ def test_a_proposal_is_paid_by_the_spread_of_its_solutions(folder, tmp_path, ran
     loss, norm = slow_step(AutoModelForCausalLM.from_pretrained(folder), flat, of_groups(flat))
     assert line["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks, more", [(1, []), (2, ["--temperature=0.7"]), (1, ["--top_k=4"])])
+def test_answers_match_a_grammar_and_the_ratio_is_one(copy, folder, reward_file, tmp_path, ranks, more):
+    """The sets are those of a search that tries every token at every place."""
+    patch(copy, RECIPES["grammar"])
+    pattern = "[a-f]{1,3}(,[a-f0-3]{2})*"
+    arguments = small(folder, reward_file, "--max_steps=1", f"--regex={pattern}", "--token_budget=100", *more)
+    forked(tmp_path / "log", "train_grammar.py", *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks,
+           root=copy)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    temperature, total, ended = 0.7 if ranks == 2 else 1.0, 0.0, 0
+    for row, adv in zip(rows, of_groups(rows)):
+        text = row["completion"][0]["content"]
+        ended += row["finish_reason"] == "stop"
+        assert regex.fullmatch(pattern, text, partial=row["finish_reason"] != "stop")
+        ((start, end),) = row["spans"]
+        ids = torch.tensor([row["ids"]])
+        logits = model(ids).logits[0] / temperature
+        kept = np.split(row["kept_ids"], np.cumsum(row["kept_sizes"])[:-1])
+        said = ""
+        for place, own in zip(range(start, end), kept):
+            allowed = []
+            for token, more_text in texts.items():
+                if token == tokenizer.eos_token_id:
+                    fits = regex.fullmatch(pattern, said)
+                else:
+                    fits = len(more_text) == 1 and regex.fullmatch(pattern, said + more_text, partial=True)
+                if fits:
+                    allowed.append(token)
+            if more == ["--top_k=4"]:
+                likely = sorted(allowed, key=lambda token: -logits[place - 1, token].item())
+                allowed = sorted(likely[:4])
+            assert sorted(own.tolist()) == allowed
+            token = row["ids"][place]
+            logp = logits[place - 1, token] - logits[place - 1, allowed].logsumexp(0)
+            assert row["logprobs"][place - start] == pytest.approx(logp.item(), abs=1e-4)
+            total = total - adv[0] * (logp - logp.detach()).exp()
+            said += texts[token]
+    assert ended > 2
+    loss = total / sum(row["length"] for row in rows)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_answers_obey_a_json_schema(copy, folder, reward_file, tmp_path):
+    patch(copy, RECIPES["grammar"])
+    (tmp_path / "schema.json").write_text(json.dumps({
+        "type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}))
+    arguments = small(folder, reward_file, "--max_steps=1", f"--json_schema={tmp_path}/schema.json",
+                      "--max_completion_length=32")
+    forked(tmp_path / "log", "train_grammar.py", *arguments, f"--out_dir={tmp_path}/run", keep=True, root=copy)
+    answers = [row["completion"][0]["content"] for row in kept_rollouts(tmp_path / "run", 0)
+               if row["finish_reason"] == "stop"]
+    assert len(answers) > 4 and {json.loads(answer)["a"] for answer in answers} <= {1, 2}
+    output = forked(tmp_path / "log", "train_grammar.py", *small(folder, reward_file), "--regex=[0-9",
+                    f"--out_dir={tmp_path}/wrong", root=copy, code=2)
+    assert "regex=[0-9" in output.splitlines()[-1]

@@ -17,7 +17,7 @@ import pytest
 import regex
 import torch
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import losses
 import runs
@@ -1113,3 +1113,84 @@ def test_answers_obey_a_json_schema(copy, folder, reward_file, tmp_path):
     output = forked(tmp_path / "log", "train_grammar.py", *small(folder, reward_file), "--regex=[0-9",
                     f"--out_dir={tmp_path}/wrong", root=copy, code=2)
     assert "regex=[0-9" in output.splitlines()[-1]
+
+
+def normalising(experts, folder, normalised):
+    """The mixture with more layers and experts, and with or without a sum of 1 over those that were chosen."""
+    tokenizer, config = AutoTokenizer.from_pretrained(experts), AutoConfig.from_pretrained(experts)
+    config.num_hidden_layers, config.num_experts, config.num_experts_per_tok = 4, 16, 4
+    config.norm_topk_prob = normalised
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks, normalised", [(1, True), (2, False)])
+def test_experts_are_those_that_the_engine_chose(copy, experts, reward_file, tmp_path, ranks, normalised):
+    """With the choices moved on by one expert, so that the trainer's own are others; loss and gradient as by a
+    plain model whose routers are made to choose the same."""
+    patch(copy, RECIPES["routing_replay"])
+    experts = normalising(experts, tmp_path / "experts", normalised)
+    path = copy / "train_routing_replay.py"
+    before = "    with log.timed(\"reward\"):\n"
+    assert path.read_text().count(before) == 1
+    path.write_text(path.read_text().replace(
+        before, "    for r in my_rollouts:\n        r.routes = (r.routes + 1) % 16\n" + before))
+    arguments = small(experts, reward_file, "--max_steps=1", "--token_budget=100", "--logprob_gap=99")
+    forked(tmp_path / "log", path.name, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks, root=copy)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    model = AutoModelForCausalLM.from_pretrained(experts)
+    routers = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
+    forced = {}
+
+    def force(router, inputs, outputs):
+        own = forced[router]
+        scores = []
+        for logits, chosen in zip(outputs[0], own):
+            shares = [math.e ** logits[e] for e in chosen]
+            total = sum(shares) if normalised else sum(math.e ** logit for logit in logits)
+            scores.append(torch.stack([share / total for share in shares]))
+        return outputs[0], torch.stack(scores), torch.tensor(own)
+
+    for router in routers:
+        router.register_forward_hook(force)
+    total, other = 0.0, []
+    for row, adv in zip(rows, of_groups(rows)):
+        assert len(row["routes"]) == len(row["ids"]) - 1
+        for layer, router in enumerate(routers):
+            forced[router] = [token[layer] for token in row["routes"]]
+        shorter = {"ids": row["ids"][:-1], "spans": [[row["spans"][0][0], len(row["ids"]) - 1]]}
+        start = shorter["spans"][0][0]
+        table = model(torch.tensor([shorter["ids"]])).logits[0].log_softmax(-1)[start - 1:]
+        logp = table.gather(1, torch.tensor(row["ids"][start:])[:, None])[:, 0]
+        other += (logp.detach() - torch.tensor(row["logprobs"])).abs().tolist()
+        total = total - (torch.tensor(adv) * (logp - logp.detach()).exp()).sum()
+    loss = total / sum(row["length"] for row in rows)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert line["sampling/sampling_logp_difference/mean"] == pytest.approx(statistics.mean(other), rel=1e-3)
+    assert statistics.mean(other) > 0.01
+
+
+def test_replayed_routes_close_the_gap(copy, folder, experts, reward_file, tmp_path):
+    """In float32 there is none, and in bfloat16 it is smaller than without the recipe."""
+    patch(copy, RECIPES["routing_replay"])
+    experts = normalising(experts, tmp_path / "experts", True)
+    gaps = {}
+    for dtype in ("float32", "bfloat16"):
+        arguments = small(experts, reward_file, "--max_steps=1", f"--dtype={dtype}", "--prompts_per_step=16",
+                          "--max_completion_length=48")
+        plain, _ = runs.train("train_grpo.py", tmp_path / f"plain-{dtype}", arguments, {})
+        forked(tmp_path / "log", "train_routing_replay.py", *arguments, f"--out_dir={tmp_path}/{dtype}", root=copy)
+        key = "sampling/sampling_logp_difference"
+        gaps[dtype] = [(line[f"{key}/mean"], line[f"{key}/max"])
+                       for line in (plain[0], lines(tmp_path / dtype)[0])]
+    assert gaps["float32"][1][1] < 1e-4
+    (mean, largest), (replayed_mean, replayed_largest) = gaps["bfloat16"]
+    assert replayed_mean < 0.9 * mean and replayed_largest < 0.5 * largest
+    output = forked(tmp_path / "log", "train_routing_replay.py", *small(folder, reward_file),
+                    f"--out_dir={tmp_path}/dense", root=copy, code=2)
+    assert "none of its modules is a TopKRouter" in output.splitlines()[-1]

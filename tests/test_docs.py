@@ -33,8 +33,8 @@ BLOCKS = [(page, language, block) for page, text in TEXTS.items()
           for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)]
 [README_DIFF] = [block for _, language, block in BLOCKS if language == "diff"]
 DIFFS = {"README.md": README_DIFF} | RECIPES
-# The first by tests/test_changes.py.
-TESTED_BELOW = "parameter_groups", "muon", "balance_experts"
+# The first two by tests/test_changes.py.
+TESTED_BELOW = "parameter_groups", "routing_replay", "muon", "balance_experts"
 PARITY = "def score(prompts, completions, **_):\n    return [sum(map(ord, m[0]['content'])) % 2 for m in completions]\n"
 PACKAGES = ["config", "environments", "options", "runtime", "tasks", "tiny"]
 TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
@@ -123,8 +123,9 @@ def test_a_diff_applies_and_runs(copy, name):
     diff = DIFFS[name]
     (copy / "tests").mkdir()
     for changed in re.findall(r"^\+\+\+ b/(\w+)\.py", diff, re.M):
-        if not changed.startswith("train_") and changed != "model":
-            shutil.copy(os.path.join(ROOT, "tests", f"test_{changed}.py"), copy / "tests")
+        tests = os.path.join(ROOT, "tests", f"test_{changed}.py")
+        if not changed.startswith("train_") and changed != "model" and os.path.exists(tests):
+            shutil.copy(tests, copy / "tests")
     if name == "countdown":                                     # whose tests need nothing of tests/
         shutil.copy(os.path.join(ROOT, "tests/test_countdown.py"), copy / "tests")
         os.remove(copy / "tests/test_rewards.py")

@@ -1,4 +1,4 @@
-"""A game for two, which a policy plays against itself by --agent=environments/nim.py:play (recipes/rae.diff)."""
+"""A game for two, which a policy plays against itself: recipes/rae.diff runs it."""
 import json
 import re
 from urllib.request import Request, urlopen

@@ -289,9 +289,9 @@ def test_the_loop_of_readme_is_that_of_train_grpo(copy):
     assert torch.equal(*weights) and len({*weights[0].tolist()}) > 1
 
 
-def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
+def test_there_are_diffs_for_an_advantage_a_loss_a_task_a_loop_and_an_engine():
     assert {re.search(r"^--- a/(\S+)", diff, re.M)[1] for diff in DIFFS.values()} == {
-        "losses.py", "model.py", "rewards.py", "train_grpo.py"}
+        "hf_engine.py", "losses.py", "model.py", "rewards.py", "train_grpo.py"}
 
 
 def test_a_reward_of_your_own(copy):

@@ -120,7 +120,8 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
             torch.testing.assert_close(part, logps[s].detach(), atol=1e-5, rtol=1e-5)
             assert torch.equal(part, without_gradient[s])
         token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.flat(adv),
-                                                    mean=batch.mean, epsilon=0.2, epsilon_high=0.2)
+                                                    mean=batch.mean, lengths=batch.sequence_lengths,
+                                                    epsilon=0.2, epsilon_high=0.2)
         loss = (batch.flat(weight) * token_loss).sum()
         loss.backward()
         total += loss.item()
@@ -144,7 +145,8 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
 
     def token_losses(logp, flat, mean):
         loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), flat(adv), mean=mean,
-                                              engine_logp=flat(engine_logps), epsilon=0.2, epsilon_high=0.2)
+                                              lengths=lambda: flat(lengths), engine_logp=flat(engine_logps),
+                                              epsilon=0.2, epsilon_high=0.2)
         return loss * losses.CORRECTIONS["sequence_truncate"](flat(old_logps), flat(engine_logps),
                                                               mean=mean, lengths=lambda: flat(lengths), cap=2.0,
                                                               low=0.5, high=2.0)
@@ -201,7 +203,8 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         logp, entropy = policy(batch, 1.0)
         old_logp, engine_logp = batch.flat({}), logp.detach()
         token_loss, low, high = losses.LOSSES[loss_type](
-            logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp, epsilon=0.2, epsilon_high=0.2)
+            logp, old_logp, batch.flat(adv), mean=batch.mean, lengths=batch.sequence_lengths,
+            engine_logp=engine_logp, epsilon=0.2, epsilon_high=0.2)
         weights = losses.CORRECTIONS[correction](old_logp, engine_logp, mean=batch.mean,
                                                  lengths=batch.sequence_lengths, cap=2.0, low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)

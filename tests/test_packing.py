@@ -443,13 +443,15 @@ def test_a_loss_of_packed_rows_is_that_of_each_row_by_itself(name):
     for batch in pack(rollouts, range(16), 80):
         logp = batch.flat(logps).requires_grad_()
         loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.flat(adv), mean=batch.mean,
+                                              lengths=batch.sequence_lengths,
                                               engine_logp=batch.flat(engine_logps), epsilon=0.2, epsilon_high=0.2)
         (loss * batch.flat(upstream)).sum().backward()
         found = [split(batch, x) for x in (loss.detach(), logp.grad, low, high)]
         for s in members(batch):
             alone = logps[s].clone().requires_grad_()
             loss, low, high = losses.LOSSES[name](alone, old_logps[s], adv[s].expand(len(alone)),
-                                                  mean=by_itself, engine_logp=engine_logps[s], epsilon=0.2, epsilon_high=0.2)
+                                                  mean=by_itself, lengths=lambda: len(alone), engine_logp=engine_logps[s],
+                                                  epsilon=0.2, epsilon_high=0.2)
             (loss * upstream[s]).sum().backward()
             for ours, expected in zip(found, (loss.detach(), alone.grad, low, high)):
                 torch.testing.assert_close(ours[s], expected)

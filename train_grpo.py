@@ -119,7 +119,7 @@ with input_errors():                                            # an InputError 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
     reference = None
-    if kl_coef > 0:                                             # it may be the policy without its adapters
+    if kl_coef > 0:                                             # it may be the policy as the run began
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)

@@ -112,7 +112,7 @@ with input_errors():                                            # an InputError 
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group)
     reference = None
-    if kl_coef > 0:                                             # it may be the policy without its adapters
+    if kl_coef > 0:                                             # it may be the policy as the run began
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)

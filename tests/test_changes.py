@@ -962,16 +962,16 @@ def test_each_role_of_a_game_has_a_baseline(talker, tmp_path, ranks):
         key: value for key, value in metrics[1].items() if key.startswith("baseline/")}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_continuations_of_a_beginning_are_compared_with_each_other(tmp_path, ranks):
-    """Of the shipped model, some of whose answers end within the beginning."""
+@pytest.mark.parametrize("ranks, trunk", [(1, 8), (2, 8), (2, 12)])
+def test_continuations_of_a_beginning_are_compared_with_each_other(tmp_path, ranks, trunk):
+    """Of the shipped model, some of whose answers end within a beginning of 12 tokens, and go on in several ways after 8."""
     (tmp_path / "sevenths.py").write_text(
         "def sevenths(prompts, completions, **_):\n"
         "    return [sum(map(ord, c[0]['content'])) % 7 / 7 for c in completions]\n")
     script = changed(tmp_path, diff=RECIPES["tree"])
-    arguments = runs.with_defaults(["--model=tiny", "--siblings=3", "--num_generations=6", "--trunk_tokens=12",
+    arguments = runs.with_defaults(["--model=tiny", "--siblings=3", "--num_generations=6", f"--trunk_tokens={trunk}",
                                     "--max_completion_length=32", f"--reward={tmp_path}/sevenths.py:sevenths",
-                                    "--max_steps=1", "--token_budget=200", "--prompts_per_step=6"], SMALL)
+                                    "--max_steps=1", "--token_budget=200", "--prompts_per_step=12"], SMALL)
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
     (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED["tiny"])
@@ -980,26 +980,27 @@ def test_continuations_of_a_beginning_are_compared_with_each_other(tmp_path, ran
         mean, std = statistics.mean(values), statistics.stdev(values)
         return [(value - mean) / (std + 1e-4) for value in values]
 
-    advantages, kinds = [], defaultdict(int)
+    advantages, kinds, told_apart = [], defaultdict(int), 0
     for first in range(0, len(rows), 6):
         trunks = [rows[first:first + 3], rows[first + 3:first + 6]]
         prompt = trunks[0][0]["spans"][0][0]
         of_trunks = normalised([statistics.mean(row["score"] for row in own) for own in trunks])
         for own, of_trunk in zip(trunks, of_trunks):
             assert own[0]["spans"] == [[prompt, len(own[0]["ids"])]]
-            ended = own[0]["length"] <= 12 and all(row["ids"] == own[0]["ids"] for row in own)
+            ended = own[0]["length"] <= trunk and all(row["ids"] == own[0]["ids"] for row in own)
             kinds[ended] += 1
             for row, of_leaf in zip(own, normalised([row["score"] for row in own])):
-                assert row["ids"][:prompt + 12] == own[0]["ids"][:prompt + 12]
+                assert row["ids"][:prompt + trunk] == own[0]["ids"][:prompt + trunk]
                 # What is scored is the whole answer.
                 text = tokenizer.decode(row["ids"][prompt:], skip_special_tokens=True)
                 assert row["completion"][0]["content"] == text
                 if row is own[0]:
-                    advantages.append([of_trunk] * min(12, row["length"]) + [of_leaf] * (row["length"] - 12))
+                    told_apart += not ended and abs(of_leaf) > 0.1
+                    advantages.append([of_trunk] * min(trunk, row["length"]) + [of_leaf] * (row["length"] - trunk))
                 else:
-                    assert row["spans"] == [[len(row["ids"]) - 1 if ended else prompt + 12, len(row["ids"])]]
+                    assert row["spans"] == [[len(row["ids"]) - 1 if ended else prompt + trunk, len(row["ids"])]]
                     advantages.append([of_leaf] * row["length"])
-    assert kinds[False] > 1 and kinds[True] > 1
+    assert kinds[False] > 1 and (kinds[True] > 1 if trunk == 12 else told_apart > 1)
     assert len({advantage for own in advantages for advantage in own}) > 4
     model = AutoModelForCausalLM.from_pretrained(SHIPPED["tiny"], dtype=torch.float32)
     loss, norm = slow_step(model, rows, advantages)

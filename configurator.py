@@ -101,7 +101,7 @@ def reading(what):
         if isinstance(error, InputError) or not is_of_library(error):
             raise
         raise InputError(f"{what} cannot be read: {type(error).__name__}: "
-                         + str(error).partition("\n")[0][:300]) from error
+                         + str(error).strip().partition("\n")[0][:300]) from error
 
 
 def is_of_library(error):

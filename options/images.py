@@ -12,8 +12,11 @@ packing.py shares no prefix of two images, and a placeholder that the policy sam
 Pixels never travel between ranks: each reads the images of the rollouts that it computes, row["images"].
 """
 import base64
+import contextlib
+import copy
 import functools
 import hashlib
+import inspect
 import io
 import os
 from typing import NamedTuple
@@ -23,7 +26,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers import AutoProcessor
 
-from configurator import InputError, reading
+from configurator import InputError, is_of_library, reading
 from data import Prompt, naming, whole_text
 from model import CLOSE, check_same
 from packing import pack
@@ -169,9 +172,10 @@ class Reader:
     decode, which then takes ids below 0.
 
     trained     whether the layers that see images are trained
-    place       the token that stands for an image, and for each part of it
+    place       the token that stands for each part of an image
+    written     what a chat template writes for an image; in most families the text of `place`
     read        {images: what the processor made of them}; emptied where it would have more than CACHE bytes
-    example     an image, for the check at load and for micro-batches without images
+    examples    for the check at load, and the first also for micro-batches without images
     """
     CACHE = 2 ** 30
 
@@ -181,12 +185,17 @@ class Reader:
         if not hasattr(self.processor, "image_processor"):
             raise InputError(f"images: model={path} reads none")
         self.trained = trained
-        self.place = read_config(path).image_token_id
+        self.place = getattr(read_config(path), "image_token_id", None)
+        self.written = getattr(self.processor, "image_token", None)
+        if None in (self.place, self.written):
+            raise InputError(f"images: model={path} has no token that stands for an image")
         self.read = {}
         self.size = 0                           # of `read`, in bytes
-        file = io.BytesIO()
-        Image.linear_gradient("L").rotate(30).resize((96, 64)).save(file, "PNG")
-        self.example = [data_uri(file.getvalue())]
+        self.examples = []
+        for size in ((96, 64), (48, 80)):
+            file = io.BytesIO()
+            Image.linear_gradient("L").rotate(30).resize(size).save(file, "PNG")
+            self.examples.append([data_uri(file.getvalue())])
         tokenizer.reader = self
         tokenizer.apply_chat_template = functools.partial(self.rendered, tokenizer.apply_chat_template)
         tokenizer.decode = functools.partial(self.decoded, tokenizer.decode)
@@ -224,7 +233,7 @@ class Reader:
     def expanded(self, text, short, images):
         """Return the ids of a prompt, in which those of its images are below 0. The arguments are those of
         with_images. Raises InputError if the template does not write a placeholder for each image."""
-        count = short.count(self.place)
+        count = short.count(self.tokenizer.convert_tokens_to_ids(self.written))
         if count != len(images):
             raise InputError(f"the chat template writes {count} placeholders for {len(images)} images")
         ids = self.processed(text, images)
@@ -236,25 +245,33 @@ class Reader:
     def pixels(self, images):
         """Return what the layers read that see these images, as tensors by name."""
         if tuple(images) not in self.read:
-            self.processed(self.processor.image_token * len(images), images)
+            self.processed(self.written * len(images), images)
         return self.read[tuple(images)]
 
     # ------------------------------------------------------------ the check at load
 
     def check_same(self, label, network, P):
-        """Do what model.check_same does, and compare a prompt with an image as well."""
-        text = getattr(self.processor, "boi_token", None) or self.processor.image_token
-        short, tail = self.tokenizer([text, "It shows"], add_special_tokens=False).input_ids
-        rollout = Rollout.single(self.expanded(text, short, self.example), tail, [0.0] * len(tail), "stop")
-        rollout.row = {"images": self.example}
-        expected = self.by_transformers(network, rollout)
+        """Do what model.check_same does, and compare two prompts with images of different sizes as well."""
+        rollouts = []
+        values = {}
+        with running(label):
+            for images in self.examples:
+                short, tail = self.tokenizer([self.written, "It shows"], add_special_tokens=False).input_ids
+                rollouts.append(Rollout.single(self.expanded(self.written, short, images), tail,
+                                               [0.0] * len(tail), "stop"))
+                rollouts[-1].row = {"images": images}
+            expected = torch.cat([self.by_transformers(twin_of(network), r) for r in rollouts])
         network.hf.set_attn_implementation("sdpa")              # the layers that see images see all of one
         packed = check_same(label, network, P)
-        network.reader = self
-        [batch] = pack([rollout], [0], len(rollout.ids), packed)
-        self.attach(batch, [rollout], network.hf.base_model)
-        gap = (network.by_training(batch) - expected).abs().max() / expected.abs().max()
-        network.reader = None                                   # so that a copy of the network has none
+        twin = twin_of(network)
+        twin.reader = self
+        for part in twin.hf.base_model.children():              # as FSDP does, in which LLaVA does not run
+            part.__class__ = type(f"FSDP{type(part).__name__}", (type(part),), {})
+        with running(label):
+            for batch in pack(rollouts, [0, 1], sum(len(r.ids) for r in rollouts), packed):
+                self.attach(batch, rollouts, twin.hf.base_model)
+                batch.put(twin.by_training(batch), values)
+        gap = (torch.cat([values[0], values[1]]) - expected).abs().max() / expected.abs().max()
         if not gap < CLOSE:
             raise InputError(f"{label}: with an image it differs from what transformers computes by "
                              f"{gap:.2g} of the largest value, so another model would be trained")
@@ -264,8 +281,9 @@ class Reader:
         """Return the logprobs of a rollout's sampled tokens by transformers' own attention, [len]."""
         arguments = dict(self.pixels(rollout.row["images"]))
         ids = torch.from_numpy(rollout.ids).long()[None]
-        if "image_grid_thw" in arguments:
-            arguments["mm_token_type_ids"] = (ids < 0).int()
+        for name in ("mm_token_type_ids", "token_type_ids"):    # with them Gemma's images attend both ways
+            if name in inspect.signature(network.hf.forward).parameters:
+                arguments[name] = (ids < 0).int()
         ids = ids.masked_fill(ids < 0, self.place)
         logits = network.hf(input_ids=ids, use_cache=False, **arguments).logits[0, rollout.places - 1]
         return logits.float().log_softmax(-1).gather(1, ids[0, rollout.places, None])[:, 0]
@@ -277,7 +295,7 @@ class Reader:
         for each token of an image in its lines the number of the feature that takes its place, [n].
 
         Under FSDP all ranks have to call the layers that see images equally often, so without images it has
-        the pixels of the example. base: the model that sees images.
+        the pixels of an example. base: the model that sees images.
         """
         first = {}                              # {ids of a prompt's images: number of their first feature}
         pixels = []
@@ -293,7 +311,7 @@ class Reader:
             numbers.append(first.get(key, 0) + np.flatnonzero(places >= shared))
         if hasattr(base, "get_rope_index"):
             batch.position_ids = self.positions(batch, rollouts, base)
-        pixels = pixels or [self.pixels(self.example)]
+        pixels = pixels or [self.pixels(self.examples[0])]
         dim = int(pixels[0]["pixel_values"].ndim == 5)          # Idefics3's have a dimension for the batch
         joined = {name: torch.cat([x[name] for x in pixels], dim) for name in pixels[0]}
         batch.shown = joined, torch.from_numpy(np.concatenate(numbers))
@@ -335,6 +353,23 @@ class Reader:
         if deep:                                # Qwen3-VL adds to later layers
             inputs |= {"visual_pos_masks": seen, "deepstack_visual_embeds": deep}
         return inputs
+
+
+@contextlib.contextmanager
+def running(label):
+    # Turns an error of a library into an InputError; a tensor of a wrong shape is a RuntimeError.
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or not (is_of_library(error) or isinstance(error, RuntimeError)):
+            raise
+        raise InputError(f"{label}: this kind of model does not run here with images: "
+                         f"{type(error).__name__}: {str(error):.300}") from error
+
+
+def twin_of(network):
+    # Returns a copy with the same parameters. The hooks that LLaVA leaves in it cannot travel to other ranks.
+    return copy.deepcopy(network, {id(x): x for x in network.parameters()})
 
 
 def flat(x):

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 import data
 import rollout
 import runs
+from bench import image_families
 from config import sampling
 from model import load_policy, micro_batches
 from options import files, images
@@ -290,6 +291,24 @@ def test_a_tower_that_sees_only_earlier_patches_is_refused(folder, mesh, monkeyp
         network.hf.set_attn_implementation("packed"), True)[1])
     with pytest.raises(ValueError, match="with an image it differs from what transformers computes by"):
         load_policy(folder, mesh, torch.float32, reader=reader)
+
+
+@pytest.mark.parametrize("family, message", [
+    ("gemma3", "with an image it differs from what transformers computes by"),      # its images attend both ways
+    ("llava", "does not run here with images: TypeError"),                          # under FSDP
+    ("llava_next", "does not run here with images: ValueError"),                    # two prompts in a micro-batch
+    ("paligemma", "does not run here with images: ValueError")])
+def test_families_that_would_be_trained_wrongly_are_refused(tmp_path, mesh, family, message):
+    image_families.make(family, str(tmp_path))
+    reader, _ = reader_of(str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        load_policy(str(tmp_path), mesh, torch.float32, reader=reader)
+
+
+def test_a_model_without_a_token_for_an_image(folder, monkeypatch):
+    monkeypatch.setattr(images, "read_config", lambda path: SimpleNamespace())
+    with pytest.raises(ValueError, match="images: model=.* has no token that stands for an image"):
+        reader_of(folder)
 
 
 # ---------------------------------------------------------------- the engine

@@ -69,6 +69,14 @@ def test_what_a_library_raises_over_a_file_becomes_a_line(damaged, tmp_path):
         damaged(path)
 
 
+def test_a_message_may_begin_with_an_empty_line():
+    """As transformers' about a missing package."""
+    class Missing(ImportError):
+        pass
+    with pytest.raises(InputError, match="^the file cannot be read: Missing: it needs torchvision$"), reading("the file"):
+        raise Missing("\nit needs torchvision\nor so")
+
+
 def test_a_mistake_of_ours_over_a_file_keeps_its_traceback():
     def longest(config):
         return config.max_positions

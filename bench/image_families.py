@@ -1,7 +1,7 @@
 """
 Which families of models that read images can be trained on images, tried with small random ones.
 
-    python -m bench.image_families                           # all families: ten minutes on two cores
+    python -m bench.image_families                           # all families: 20 minutes on two busy cores
     python -m bench.image_families --only=qwen3_vl,gemma3
 
 Each family's model is made from its config, with its processor. The script computes logprobs and gradients of

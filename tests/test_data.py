@@ -905,7 +905,7 @@ def test_rows_whose_prompts_are_all_equal_may_be_held_out_as_well(tmp_path):
 
 def test_a_prompt_from_several_columns(tmp_path):
     """By the lines of the page: an index into the choices becomes the letter, which the verifier accepts."""
-    with open(f"{ROOT}/docs/data_and_rewards.md") as file:
+    with open(f"{ROOT}/docs/measured/data_and_rewards.md") as file:
         (block,) = re.findall(r"^```python\n(# choices\.py.*?)^```$", file.read(), re.M | re.S)
     (tmp_path / "choices.py").write_text(block)
     asked = [{"question": "2+2?", "choices": ["3", "4", "5", "22"], "answer": 1, "subject": "sums"},

@@ -1019,9 +1019,9 @@ class Modules:
 
         def open_folders(s, longest, resumed, clock):
             start = "" if s.lora_rank else resumed or ""
-            return SimpleNamespace(tokenizer=Tokenizer(), eos_ids=[END], policy=start, reference="")
+            return SimpleNamespace(tokenizer=Tokenizer(), eos_ids=[END], policy=start, reference="", reader=None)
 
-        def load_policy(start, *rest):
+        def load_policy(start, *rest, reader):
             *_, adapter = rest
             policy = Policy(value_of(adapter[2] if adapter else start))
             process.policy = policy

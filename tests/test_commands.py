@@ -136,8 +136,7 @@ def small(script):
 
 
 def test_what_is_played(copy):  # noqa: F811
-    for name in ("bench", "environments"):
-        shutil.copytree(os.path.join(ROOT, name), copy / name)
+    shutil.copytree(os.path.join(ROOT, "bench"), copy / "bench")
     texts = {name: text for _, language, text in BLOCKS for name in re.findall("# (my_rewards.py)\n", text)}
     (copy / "my_rewards.py").write_text(texts["my_rewards.py"])
     (sums,) = [text for _, _, text in BLOCKS if text.startswith("# sums.py")]

@@ -301,7 +301,7 @@ def test_a_sequence_over_the_budget_is_alone(packed):
 
 def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     network = torch.nn.Linear(1, 1)
-    network.packed, network.sequence_group, network.reader = True, None, None
+    network.packed, network.sequence_group, network.reader, network.device = True, None, None, "cpu"
     (batch,) = micro_batches(network, random_rollouts(3, 300), [], 100)
     assert batch.sequences == batch.lengths == []
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
@@ -315,7 +315,7 @@ def test_ranks_agree_on_the_number_of_micro_batches(monkeypatch, count):
     asked, rollouts = [], random_rollouts(24, 300)
     monkeypatch.setattr(distributed, "gathered", lambda numbers: asked.append(numbers) or [own, 9])
     network, own = torch.nn.Linear(1, 1), len(pack(rollouts, range(count), 60))
-    network.packed, network.sequence_group, network.reader = True, None, None
+    network.packed, network.sequence_group, network.reader, network.device = True, None, None, "cpu"
     batches = [*micro_batches(network, rollouts, range(count), 60)]
     assert asked == [[own]] and own < 9 == len(batches) and (own > 1) == (count > 1)
     assert [len(batch.sequences) > 0 for batch in batches] == [True] * own + [False] * (9 - own)

@@ -59,11 +59,13 @@ def test_a_step_of(name, files, tmp_path):
     needed = SMALL | ({"critic_warmup_steps": 0} if script == "train_ppo.py" else {})
     if "environment" in recipe:
         needed |= {"model": "tiny_episodes", "max_prompt_length": 96}
+    elif "images" in recipe:
+        needed |= {"model": "tiny_squares", "engine": "vllm", "max_prompt_length": 96}
     elif recipe.get("task", "algebra") not in ("algebra", "compose"):
         needed |= {"task": "file", "train_file": files / "rows.jsonl"}
     if recipe.get("reward") == "none":
         needed |= {"reward_model": files / "judge"}
-    else:
+    elif "images" not in recipe:                                # whose answers all have the same length
         needed |= {"reward": f"{files}/rewards.py:score"}
     # What stands further right counts.
     arguments = [name] * bool(recipe) + runs.with_defaults([], needed)

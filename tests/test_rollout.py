@@ -616,7 +616,7 @@ def end_tokens_of_a_rank(folder):
     """The hub's generation config says 1; the request of rank 1 fails, so it reads the tokenizer."""
     import model                                                # here `model` is a fixture
     model.end_tokens = lambda *_: [1 + torch.distributed.get_rank()]
-    settings = SimpleNamespace(model=folder, chat_template="", chat_template_kwargs="", chat=True)
+    settings = SimpleNamespace(model=folder, chat_template="", chat_template_kwargs="", chat=True, images="")
     return model.open_folders(settings, 64).eos_ids
 
 
@@ -677,7 +677,7 @@ def test_a_terminal_shows_how_far_the_work_is_and_a_pipe_nothing(engine, monkeyp
     assert "\n" not in text and re.fullmatch(" *", text.split("\r")[-2]) and text.endswith("\r")
 
     network = torch.nn.Linear(1, 1)
-    network.sequence_group, network.packed, network.reader = None, True, None
+    network.sequence_group, network.packed, network.reader, network.device = None, True, None, "cpu"
     update = lambda: [*micro_batches(network, rollouts, range(32), 64)]
     text = shown(monkeypatch, update)
     assert re.search(r"micro-batches: +\d+%\|.+\| 2/\d+ \[", text) and text.endswith("\r") and "\n" not in text

@@ -551,8 +551,10 @@ def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
 def test_bounds_of_another_loss_are_named_at_the_start(settings, says):
     settings = SimpleNamespace(**{"epsilon": 0.2, "epsilon_high": 0.2, "prompts_per_step": 1, "num_generations": 1, "model": "m",
                                   "max_steps": 1, "token_budget": 9, "environment": "", "images": "", "tools": "", "agent": "", "call_workers": 0,
-                                  "dtype": "float32"} | settings)
+                                  "dtype": "float32", "optimizer": "adamw"} | settings)
     run = SimpleNamespace(settings=settings, out_dir="", world_size=1, engine=SimpleNamespace(name="hf"),
                           notes=[], resumed=None, state={"settings": vars(settings)})
-    text = opening(run, torch.nn.Linear(1, 1))
+    policy = torch.nn.Linear(1, 1)
+    policy.device = "cpu"
+    text = opening(run, policy)
     assert (says in text) if says else ("epsilon" not in text)

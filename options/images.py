@@ -126,8 +126,11 @@ def place_images(prompt, images):
     if images and isinstance(prompt, str):
         raise InputError("a prompt with images has to be a list of messages (--prompt_column makes one)")
     if images and count == 0:
-        first = next(i for i, message in enumerate(prompt) if message["role"] == "user")
-        prompt[first] = prompt[first] | {"content": MARK * len(images) + prompt[first]["content"]}
+        places = [i for i, message in enumerate(prompt) if message["role"] == "user"]
+        if not places:
+            raise InputError(f"no message of the user can show its images: {prompt!r:.200}")
+        first = prompt[places[0]]
+        prompt[places[0]] = first | {"content": MARK * len(images) + first["content"]}
     elif count != len(images):
         raise InputError(f"{len(images)} images for {count} places: a block of type image, or {MARK} in the "
                          "text, stands for each")

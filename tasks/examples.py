@@ -100,7 +100,7 @@ def examples_of(row, sampler):
         [encoded] = data.encode_rows(tokenizer, [("prompt", row)], s.chat, s.system_prompt)
         ids = tokenizer(data.whole_text(answer), add_special_tokens=False).input_ids + sampler.eos_ids[:1]
         start = len(encoded.ids) if answer else 1
-        return [example(encoded.ids + ids, start)]
+        return [example(encoded.ids + ids, start, row)]
     messages = [*prompt, *answer]
     if s.system_prompt:
         messages.insert(0, {"role": "system", "content": s.system_prompt})
@@ -133,17 +133,21 @@ def example_of_turn(messages, sampler, render, row):
                          f"end token, but the whole text is {tokenizer.decode(after)[-500:]!r}")
     ids = before
     if row.get("images"):
-        from options.images import with_images
-        ids = with_images(tokenizer, "prompt", row, texts[0], before).ids
-    turn = example(ids + after[len(before):], len(ids))
-    turn.row = row                                              # whose images it shows
-    return turn
+        from options.images import MARK, with_images
+        count = data.whole_text(others).count(MARK)             # the turns that follow may show more
+        row = row | {"images": row["images"][:count]}
+        if count:
+            ids = with_images(tokenizer, "prompt", row, texts[0], before).ids
+    return example(ids + after[len(before):], len(ids), row)
 
 
-def example(ids, start):
-    # Returns a rollout of these tokens, of which those from the place `start` on are learned.
+def example(ids, start, row):
+    # Returns a rollout of these tokens, of which those from the place `start` on are learned. row: that whose
+    # images it shows.
     learned = ids[start:]
-    return Rollout.single(ids[:start], learned, [0.0] * len(learned), "stop")
+    turn = Rollout.single(ids[:start], learned, [0.0] * len(learned), "stop")
+    turn.row = row
+    return turn
 
 
 def is_learned(message):

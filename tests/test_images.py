@@ -21,6 +21,7 @@ from options import files, images
 from packing import pack
 from runtime.model_folder import end_tokens, load_tokenizer
 from runs import ROOT, on_ranks
+from tasks.examples import examples_of
 from tiny import make_squares
 
 SETTINGS = {key: value for key, value in vars(sampling).items() if not key.startswith("__")}
@@ -248,6 +249,7 @@ def test_rows_of_the_hub_read_no_files(tmp_path):
     ({"prompt": blocks({"type": "image"}), "images": [URI, URI]}, "2 images for 1 places"),
     ({"prompt": blocks(), "images": []}, None),
     ({"prompt": [{"role": "user", "content": "<image>?"}]}, "0 images for 1 places"),
+    ({"prompt": [{"role": "system", "content": "Look."}], "images": [URI]}, "no message of the user can show its images"),
     ({"prompt": blocks({"type": "image"}), "images": [7]}, "a path, a data URI or bytes, not 7"),
     ({"prompt": blocks({"type": "image"}), "images": ["text.png"]}, "cannot identify image file"),
     ({"prompt": f"<image>{QUESTION}", "images": [URI]}, "has to be a list of messages")])
@@ -260,6 +262,35 @@ def test_wrong_rows_are_named(tmp_path, row, message):
     else:
         [(_, read)] = files.file_rows(str(tmp_path / "rows.jsonl"), images=True)
         assert read["images"] == []
+
+
+def test_a_worked_answer_sees_the_images_before_it(folder, tmp_path):
+    """Each turn of a conversation has the images up to it; a prompt that ends in an answer's beginning has its own."""
+    user, assistant = ({"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "3"})
+    second = images.data_uri(picture(2))
+    rows = [{"messages": [user, assistant, user, assistant], "images": [URI, second]},
+            {"prompt": [user, assistant], "images": [URI], "answer": "4"}]
+    reader, tokenizer = reader_of(folder)
+    settings = SimpleNamespace(**SETTINGS | {"environment": "", "tools": "", "prompt_column": "", "answer_column": ""})
+    sampler = SimpleNamespace(settings=settings, tokenizer=tokenizer, eos_ids=end_tokens(folder, tokenizer), tools=None)
+    turns = []
+    for i, row in enumerate(rows):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row))
+        [(_, read)] = files.file_rows(str(tmp_path / f"{i}.jsonl"), images=True)
+        turns += examples_of(read, sampler)
+    assert [turn.row["images"] for turn in turns] == [[URI], [URI, second], [URI]]
+    for turn in turns:
+        pixels = reader.pixels(turn.row["images"])
+        assert (turn.ids < 0).sum() == 16 * len(turn.row["images"]) and len(pixels["pixel_values"]) > 0
+    assert [batch.shown[1].tolist() for batch in attached(reader, turns)] == [[*range(16)], [*range(32)], [*range(16)]]
+
+
+def attached(reader, rollouts):
+    """The MicroBatches of these rollouts, one for each."""
+    for s in range(len(rollouts)):
+        (batch,) = pack(rollouts, [s], 10_000)
+        reader.attach(batch, rollouts, None)
+        yield batch
 
 
 @pytest.mark.parametrize("settings, message", [

@@ -766,6 +766,39 @@ def test_a_regression_on_what_the_best_policy_would_score(folder, teacher, tmp_p
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-2"))
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=ranks)
     assert without_times(lines(tmp_path / "again")) == without_times(metrics)
+    runs.refused([*arguments, "--max_steps=3", f"--out_dir={tmp_path}/again", "--resume=auto"],
+                 "the table of the checkpoint lacks 8 prompts", tmp_path, script=script, ranks=ranks, loads=True)
+
+
+@pytest.mark.parametrize("recipe, settings, message", [
+    ("a_star", ["--num_generations=1", "--advantage=reinforce++"], "kl_coef=0: it is beta2"),
+    ("ssd", ["--kl_coef=0.1"], "kl_coef and engine_correction compare logprobs"),
+    ("ssd", ["--engine_correction=token_truncate"], "kl_coef and engine_correction compare logprobs"),
+    ("curriculum", ["--again=0"], "again=0: once all rows are solved or hopeless")])
+def test_settings_that_a_recipe_cannot_read_are_refused(folder, reward_file, tmp_path, recipe, settings, message):
+    script = changed(tmp_path, diff=RECIPES[recipe])
+    runs.refused(small(folder, reward_file, *settings, f"--out_dir={tmp_path}/run"), message, tmp_path, script=script)
+
+
+@pytest.mark.parametrize("recipe, settings", [
+    ("tree", ["--siblings=2", "--trunk_tokens=1"]),
+    ("self_distillation", ["config/methods/distill.py", "--max_prompt_length=200", "--task=squares"])])
+def test_prompts_that_a_recipe_makes_show_the_images_of_their_rows(tmp_path, recipe, settings):
+    """Engine and trainer read the same behind a beginning; the prompt with a hint has tokens of the picture."""
+    script = changed(tmp_path, diff=RECIPES[recipe])
+    shutil.copytree(os.path.join(ROOT, "config"), tmp_path / "config")
+    text = Path(script).read_text()
+    hinted = "    hinted = behind(r, prompt.ids)\n"
+    noted = f"    print(sum(hinted.ids < 0), 'shown', file=open({str(tmp_path / 'noted')!r}, 'a'))\n"
+    Path(script).write_text(text.replace(hinted, hinted + noted))
+    arguments = ["config/tasks/squares.py", *settings, "--prompts_per_step=2", "--num_generations=4", "--max_steps=1",
+                 "--train_prompts=64", "--eval_prompts=4", "--eval_samples=1", f"--out_dir={tmp_path}/run"]
+    forked(tmp_path / "log", script, *arguments, keep=True)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert all(sum(token < 0 for token in row["ids"]) == 16 for row in rows)
+    if recipe == "self_distillation":
+        assert {*(tmp_path / "noted").read_text().splitlines()} == {"16 shown"}
 
 
 def slow_otb(to_go, norms, G):
@@ -1111,9 +1144,11 @@ def test_answers_obey_a_json_schema(copy, folder, reward_file, tmp_path):
     answers = [row["completion"][0]["content"] for row in kept_rollouts(tmp_path / "run", 0)
                if row["finish_reason"] == "stop"]
     assert len(answers) > 4 and {json.loads(answer)["a"] for answer in answers} <= {1, 2}
-    output = forked(tmp_path / "log", "train_grammar.py", *small(folder, reward_file), "--regex=[0-9",
-                    f"--out_dir={tmp_path}/wrong", root=copy, code=2)
-    assert "regex=[0-9" in output.splitlines()[-1]
+    for setting, message in (("--regex=[0-9", "regex=[0-9"), ("--regex=", "name one of them"),
+                             ("--json_schema=none.json", "No such file or directory: 'none.json'")):
+        output = forked(tmp_path / "log", "train_grammar.py", *small(folder, reward_file), setting,
+                        f"--out_dir={tmp_path}/wrong", root=copy, code=2)
+        assert message in output.splitlines()[-1]
 
 
 def normalising(experts, folder, normalised):

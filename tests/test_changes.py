@@ -1144,11 +1144,11 @@ def test_answers_obey_a_json_schema(copy, folder, reward_file, tmp_path):
     answers = [row["completion"][0]["content"] for row in kept_rollouts(tmp_path / "run", 0)
                if row["finish_reason"] == "stop"]
     assert len(answers) > 4 and {json.loads(answer)["a"] for answer in answers} <= {1, 2}
-    for setting, message in (("--regex=[0-9", "regex=[0-9"), ("--regex=", "name one of them"),
-                             ("--json_schema=none.json", "No such file or directory: 'none.json'")):
+    for i, (setting, message) in enumerate((("--regex=[0-9", "regex=[0-9"), ("--regex=", "name one of them"),
+                                            ("--json_schema=none.json", "No such file or directory: 'none.json'"))):
         output = forked(tmp_path / "log", "train_grammar.py", *small(folder, reward_file), setting,
-                        f"--out_dir={tmp_path}/wrong", root=copy, code=2)
-        assert message in output.splitlines()[-1]
+                        f"--out_dir={tmp_path}/wrong-{i}", root=copy, code=2)
+        assert message in output.splitlines()[-1], output
 
 
 def normalising(experts, folder, normalised):

@@ -226,7 +226,8 @@ class Reader:
         ids = inputs.pop("input_ids")[0].numpy()
         for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
             inputs.pop(name, None)
-        self.size += sum(x.nbytes for x in inputs.values())
+        if tuple(images) not in self.read:
+            self.size += sum(x.nbytes for x in inputs.values())
         if self.size > self.CACHE:
             self.read = {}
             self.size = 0

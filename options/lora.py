@@ -300,9 +300,13 @@ def read_adapter(folder, plain):
         config = json.loads(Path(folder, CONFIG).read_text("utf-8"))
     with reading(f"{folder}/{WEIGHTS}"):
         tensors = load_file(os.path.join(folder, WEIGHTS))
+    if not isinstance(config, dict):
+        raise InputError(f"{folder}/{CONFIG}: not an object")
     for key, value in config.items():
         if value and key not in ANY and value not in PLAIN.get(key, ()):
             raise InputError(f"{folder}: its adapter has {key}={value!r:.80}, which cannot be trained here")
+    if not (tensors and config.get("r") and "lora_alpha" in config):
+        raise InputError(f"{folder}: an adapter has r, lora_alpha and tensors, and this lacks one of them")
     rank = config["r"]
     pairs = {}
     for key in tensors:

@@ -1,5 +1,5 @@
 """
-Writes the model that a run with adapters has computed with, bit for bit, as a plain folder.
+Writes the model that a run with adapters has computed with as a plain folder, bit for bit if it was on a CPU.
 
     python -m options.merge_adapter BASE ADAPTER OUT [DTYPE]
 

@@ -37,7 +37,7 @@ from runtime.model_folder import read_config
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
         "prompt_format", "system_prompt", "chat_template", "chat_template_kwargs", "seed", "lora_rank",
-        "lora_from", "best_by")
+        "lora_from", "images", "best_by")
 # It may have others for these, if its checkpoint holds no rollouts and its position counts rows.
 BATCH = "prompts_per_step", "num_generations"
 RESUMING = {"resume": "", "out_dir": "", "max_steps": 0}        # these change no evaluation

@@ -774,6 +774,9 @@ def test_a_regression_on_what_the_best_policy_would_score(folder, teacher, tmp_p
     ("a_star", ["--num_generations=1", "--advantage=reinforce++"], "kl_coef=0: it is beta2"),
     ("ssd", ["--kl_coef=0.1"], "kl_coef and engine_correction compare logprobs"),
     ("ssd", ["--engine_correction=token_truncate"], "kl_coef and engine_correction compare logprobs"),
+    ("echo", ["--top_k=5"], "top_k has no sets for inserted tokens"),
+    ("echo", ["--skip_zero_advantage=true"], "skip_zero_advantage would leave out those of failed episodes"),
+    ("tree", ["--siblings=2", "--top_k=5"], "only single answers without top_k have a beginning"),
     ("curriculum", ["--again=0"], "again=0: once all rows are solved or hopeless")])
 def test_settings_that_a_recipe_cannot_read_are_refused(folder, reward_file, tmp_path, recipe, settings, message):
     script = changed(tmp_path, diff=RECIPES[recipe])

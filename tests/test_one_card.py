@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import runs
+from configurator import InputError
 from model import Policy, check_same, load_policy, make_optimizer
 from options import lora
 from options.critic import load_critic
@@ -198,6 +199,18 @@ def test_tensors_that_are_no_adapters_of_the_layers_are_refused(key, message, fo
     save_file(tensors | {key: torch.zeros(8, 3)}, f"{adapter}/adapter_model.safetensors")
     refused([f"--model={folder}", f"--lora_from={adapter}", "--lora_rank=8", "--learning_rate=1e-3"],
             f"{adapter}: " + message.format(key), tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["r", "lora_alpha", "tensors", "object"])
+def test_a_folder_that_lacks_a_part_of_an_adapter_is_refused(missing, folder, tmp_path):
+    adapter = Path(write_adapter(tmp_path / "adapter", folder, ["q_proj"]))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config.pop(missing, None)
+    if missing == "tensors":
+        save_file({}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps([config] if missing == "object" else config))
+    with pytest.raises(InputError, match="not an object" if missing == "object" else "this lacks one of them"):
+        lora.read_adapter(str(adapter), {})
 
 
 def test_settings_that_do_not_fit_an_adapter_are_refused(folder, tmp_path):

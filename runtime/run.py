@@ -137,6 +137,15 @@ def locate(settings, script):
     return distributed.from_master(place)
 
 
+def adapter_of(settings, resumed):
+    # Returns the arguments of lora.adapt after the policy, or 0 without adapters.
+    if not settings.lora_rank:
+        return 0
+    from options.lora import beginning
+    with input_errors():
+        return beginning(settings, resumed)
+
+
 def opening(run, policy):
     """Return the lines with which a run begins."""
     s = run.settings
@@ -208,11 +217,7 @@ class Run:
             self.state |= saved_state
         self.first_step = self.state["step"]
         self.saved = self.first_step
-        self.adapter = 0
-        if settings.lora_rank:
-            from options.lora import beginning
-            with input_errors():
-                self.adapter = beginning(settings, self.resumed)
+        self.adapter = adapter_of(settings, self.resumed)
         self.signalled_at = None
 
     def check_data(self, folders, train_set, eval_set, note):

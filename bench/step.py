@@ -209,7 +209,8 @@ if cuda:
     asked = SimpleNamespace(
         model=model, dtype=dtype, token_budget=token_budget, sequence_parallel_size=sequence_parallel_size,
         gradient_checkpointing=gradient_checkpointing, lora_rank=0, shard_ranks=0, offload_optimizer=False,
-        optimizer="adamw", lora_from="", offload_base=False, engine="vllm", vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=vllm_gpu_memory_utilization)
+        optimizer="adamw", lora_from="", offload_base=False, engine="vllm", vllm_tensor_parallel_size=1,
+        vllm_gpu_memory_utilization=vllm_gpu_memory_utilization)
     figures["forecast (GB)"] = forecast(asked, world_size, torch.cuda.mem_get_info()[1], cuda)[1] / 1e9
 # Dense bfloat16, by NVIDIA's data sheets: what papers divide by. The product above reaches less.
 sheet = next((peak for name, peak in (("A100", 312e12), ("H100", 989e12), ("H200", 989e12), ("B200", 2250e12))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rollout import Engine, Request
 from runtime import distributed
-from weights import reload_vllm
+from weights import checksum
 
 # If vLLM 0.32 does not know a model, it takes transformers' class and wraps it for compilation. The trainer's
 # model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
@@ -246,3 +246,43 @@ def drop_kernels(model):
         method = getattr(layer, "quant_method", None)
         if hasattr(method, "moe_kernel"):
             method.moe_kernel = None
+
+
+def reload_vllm(llm, named_tensors, ranks, has_head):
+    """Let a vllm.LLM load weights; return {name: checksum} of the tensors that it has written.
+
+    ranks: how many ranks share the engine. has_head: whether vLLM takes a head at all.
+
+    vLLM joins and cuts what it gets, and may pack it, so the tensors cannot be read back. But before vLLM
+    loads a tensor, it calls the weight loader on a parameter that has no values, to count the elements that
+    the loader copies, and this function reads these counts. On one rank they have to cover the whole tensor,
+    on several ranks a part of it. No count is asked for biases, which vLLM 0.25 does not count, and for
+    heads, which it may leave out if they are tied.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+    count = layerwise.get_numel_loaded
+    copied = []                             # how many elements each loader has copied of the newest tensor
+    held = {}
+
+    def watched_count(*arguments):
+        elements, result = count(*arguments)
+        copied.append(elements)
+        return elements, result
+
+    def tensors():
+        for name, tensor in named_tensors:
+            copied.clear()
+            # vLLM would fail on a tensor that comes twice. It is left out here, so that load_checked can name
+            # the tensor that is missing instead.
+            if name not in held and (has_head or "lm_head." not in name):
+                yield name, tensor
+            enough = tensor.numel() if ranks == 1 else 1
+            if sum(copied) >= enough or name.endswith(("bias", "lm_head.weight")):
+                held[name] = checksum(tensor)
+
+    layerwise.get_numel_loaded = watched_count
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+    finally:
+        layerwise.get_numel_loaded = count
+    return held

@@ -4,7 +4,6 @@ Weights from the trainer to the engine, and whether they arrived.
     engine_weights     what an engine is handed: the trained weights, under the names that it knows them by,
                        and at the end their checksums
     load_checked       lets an engine load them, and stops the run if they did not arrive as they were sent
-    reload_vllm        lets vLLM load them, and returns the checksums of what it has written
 """
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -88,43 +87,3 @@ def load_checked(load, named_tensors, version):
             f"the sync of version {version} has failed: the trainer has {len(sums)} weights, the engine got "
             f"{len(held)}, and these are missing or differ: {wrong[:8]}. If none is named, the weights broke "
             "off before the trainer's list of them came")
-
-
-def reload_vllm(llm, named_tensors, ranks, has_head):
-    """Let a vllm.LLM load weights; return {name: checksum} of the tensors that it has written.
-
-    ranks: how many ranks share the engine. has_head: whether vLLM takes a head at all.
-
-    vLLM joins and cuts what it gets, and may pack it, so the tensors cannot be read back. But before vLLM
-    loads a tensor, it calls the weight loader on a parameter that has no values, to count the elements that
-    the loader copies, and this function reads these counts. On one rank they have to cover the whole tensor,
-    on several ranks a part of it. No count is asked for biases, which vLLM 0.25 does not count, and for
-    heads, which it may leave out if they are tied.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-    count = layerwise.get_numel_loaded
-    copied = []                             # how many elements each loader has copied of the newest tensor
-    held = {}
-
-    def watched_count(*arguments):
-        elements, result = count(*arguments)
-        copied.append(elements)
-        return elements, result
-
-    def tensors():
-        for name, tensor in named_tensors:
-            copied.clear()
-            # vLLM would fail on a tensor that comes twice. It is left out here, so that load_checked can name
-            # the tensor that is missing instead.
-            if name not in held and (has_head or "lm_head." not in name):
-                yield name, tensor
-            enough = tensor.numel() if ranks == 1 else 1
-            if sum(copied) >= enough or name.endswith(("bias", "lm_head.weight")):
-                held[name] = checksum(tensor)
-
-    layerwise.get_numel_loaded = watched_count
-    try:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
-    finally:
-        layerwise.get_numel_loaded = count
-    return held

@@ -9,7 +9,8 @@ import torch
 import rollout
 import runs
 from model import load_policy
-from weights import checksum, engine_weights, reload_vllm
+from vllm_engine import reload_vllm
+from weights import checksum, engine_weights
 
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

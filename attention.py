@@ -5,24 +5,15 @@ Hugging Face models call packed_attention, under the name "packed", in place of 
 PyTorch's CUDA kernel for sequences of several lengths if kernel_takes says so, and otherwise loops over the
 sequences.
 """
-import inspect
 import math
-from itertools import accumulate
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
 from configurator import InputError
 from packing import Segments
-
-# By default PyTorch 2.11's kernel takes fewer heads of keys and values than of queries. Later versions need
-# enable_gqa for that. To be removed together with 2.11.
-GROUPED = {}
-if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
-    GROUPED["enable_gqa"] = True
 
 
 def kernel_takes(query, value):
@@ -66,6 +57,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     window = sliding_window or math.inf
     fused = softcap is None and s_aux is None           # whether PyTorch has kernels for these scores
     if query.is_cuda and fused and kernel_takes(query, value):
+        from options.attention_kernel import attend_by_kernel
         output = attend_by_kernel(query, key, value, scaling, segments, window)
     else:
         output = attend_in_turn(query, key, value, scaling, segments, window, fused, softcap, s_aux)
@@ -79,28 +71,6 @@ def pick_tokens(x, places):
     tokens = x.transpose(1, 2).flatten(2)[0]                                                # [T, heads * d]
     picked = Pick.apply(tokens, places).unflatten(1, (x.shape[1], -1))                      # [K, heads, d]
     return picked.transpose(0, 1)[None]
-
-
-def attend_by_kernel(query, key, value, scaling, segments, window):
-    # Computes all segments in one call of PyTorch's kernel.
-    tensors = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]                      # [T, heads, d]
-    # window_size: how many tokens before and after a token it sees; -1 stands for all. If a segment has fewer
-    # tokens than keys, the kernel aligns their ends: the last token sees the last key.
-    longest = max(segments.key_sizes)
-    before = -1
-    if window < longest:
-        before = window - 1
-    if "offsets" not in segments.made:
-        segments.made["offsets"] = (offsets(segments.sizes, query.device),
-                                    offsets(segments.key_sizes, query.device))
-    output = varlen.varlen_attn(*tensors, *segments.made["offsets"], max(segments.sizes), longest,
-                                scale=scaling, window_size=(before, 0), **GROUPED)          # [T, heads, d]
-    return output[None]
-
-
-def offsets(sizes, device):
-    # Returns where each part of a line begins, for parts of these sizes, and where the last one ends.
-    return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
 
 
 def attend_in_turn(query, key, value, scaling, segments, window, fused, softcap, sinks):

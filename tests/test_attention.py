@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-import attention
 from attention import Pick, kernel_takes, packed_attention
+from options import attention_kernel
 from packing import Segments
 
 
@@ -94,7 +94,7 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window, name):
 
     Its mask is aligned at the bottom right: the last query of a segment sees the last of its keys.
     """
-    real = inspect.signature(attention.varlen.varlen_attn)
+    real = inspect.signature(attention_kernel.varlen.varlen_attn)
 
     def loop(*args, **kwargs):
         q, k, v, starts, key_starts, longest, key_longest = args
@@ -122,7 +122,7 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window, name):
 
     q, k, v = (x.detach() for x in random_attention(torch.float32))
     expected, _ = packed_attention(None, q, k, v, None, 0.3, segments=ROWS[name], sliding_window=window)
-    monkeypatch.setattr(attention.varlen, "varlen_attn", loop)
+    monkeypatch.setattr(attention_kernel.varlen, "varlen_attn", loop)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_cuda, _ = packed_attention(None, *(x.bfloat16().as_subclass(OnCuda) for x in (q, k, v)), None, 0.3,
                                   segments=ROWS[name], sliding_window=window)

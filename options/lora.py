@@ -28,7 +28,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from configurator import InputError, reading
-from model import Policy, even_offsets, product
+from model import Policy, product
+from options.spread_masters import even_offsets
 from runtime.checkpoint import absolute
 from runtime.model_folder import check_trainable, located, model_class, read_config
 

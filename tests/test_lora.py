@@ -13,9 +13,9 @@ from options import lora
 import rollout
 import runs
 from bench.models import make
-from model import (LogprobsFromHidden, Policy, even_offsets, load_policy, micro_batches, spread_masters,
-                   token_logprobs)
+from model import LogprobsFromHidden, Policy, load_policy, micro_batches, token_logprobs
 from options.critic import load_critic
+from options.spread_masters import even_offsets, spread_masters
 from runs import ROOT, forked, load_rows, on_ranks, requests, shut_down, without_times
 from runtime.model_folder import SHIPPED
 from test_packing import episode, random_parts

@@ -30,6 +30,7 @@ import rollout
 from configurator import configure, input_errors
 from model import (deal_to_ranks, load_policy, load_reference, make_optimizer, micro_batches, open_folders,
                    set_rates, token_logprobs)
+from options import critic_losses
 from options.critic import load_critic, mean_over_ranks, token_values
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
@@ -208,12 +209,12 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     lens = lengths[my_share].tolist()
     kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                    # [C]
     # The score of a single answer is the reward of its last token; turns and steps have their own.
-    token_reward = losses.token_rewards(
+    token_reward = critic_losses.token_rewards(
         scores[my_share], [rollouts[s].rewards for s in my_share], kl, kl_coef, lens)   # [C]
     # Each sequence of an agent's episode has a GAE of its own, which ends with what the later ones earn.
     sequence_lens = [rollouts[s].lengths_of_sequences for s in my_share]
-    sequence_reward = losses.with_later_sequences(token_reward, sequence_lens)          # [C]
-    raw_adv, ret = losses.gae(                                                          # [C], [C]
+    sequence_reward = critic_losses.with_later_sequences(token_reward, sequence_lens)   # [C]
+    raw_adv, ret = critic_losses.gae(                                                   # [C], [C]
         sequence_reward, value, sum(sequence_lens, []), gamma=1.0, lam=lam)
     adv = losses.whiten(raw_adv, mean_over_ranks)                                      # [C]
     # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
@@ -235,7 +236,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         with log.timed("update_critic"):
             for batch in micro_batches(critic, rollouts, share, token_budget):
                 new_value = critic(batch)                                               # [C]
-                value_losses, value_clipped = losses.value_loss(
+                value_losses, value_clipped = critic_losses.value_loss(
                     new_value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
                 vf_loss = (batch.flat(weight) * value_losses).sum()
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo that

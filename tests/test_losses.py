@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import losses
+from options import critic_losses
 
 
 @pytest.fixture(autouse=True)
@@ -885,20 +886,20 @@ def test_token_rewards():
     scores, lengths = [1.0, 2.0, -3.0, 0.5, math.nan], [3, 1, 0, 2, 2]     # the third said nothing at all
     kl = torch.randn(8, dtype=torch.float64)
     given = [{length - 1: score} if length else {} for score, length in zip(scores, lengths)]
-    got = losses.token_rewards(sums(given), given, kl, 0.3, lengths).tolist()
+    got = critic_losses.token_rewards(sums(given), given, kl, 0.3, lengths).tolist()
     expected, c = [], 0
     for score, length in zip(scores, lengths):
         for t in range(length):
             expected.append(-0.3 * kl[c].item() + (score if t == length - 1 else 0.0))
             c += 1
     assert got == pytest.approx(expected, nan_ok=True) and math.isnan(got[-1]) and not math.isnan(got[-2])
-    example = losses.token_rewards(torch.tensor([1.0, 3.0]), [{1: 1.0}, {0: 2.0}], torch.tensor([0.1, 0.2, 0.3]), 1.0,
+    example = critic_losses.token_rewards(torch.tensor([1.0, 3.0]), [{1: 1.0}, {0: 2.0}], torch.tensor([0.1, 0.2, 0.3]), 1.0,
                                    [2, 1])
     assert example.tolist() == pytest.approx([-0.1, 0.8, 2.7])
     given = [{0: 1.0, 2: 3.0}, {}, {1: 5.0}, {0: 1.0}]
-    several = losses.token_rewards(sums(given), given, torch.zeros(9), 1.0, [3, 1, 2, 3])
+    several = critic_losses.token_rewards(sums(given), given, torch.zeros(9), 1.0, [3, 1, 2, 3])
     assert several.tolist() == [1, 0, 3, 0, 0, 5, 1, 0, 0] and several.dtype == torch.float32
-    priced = losses.token_rewards(sums(given) - 0.5, given, torch.zeros(9), 1.0, [3, 1, 2, 3])
+    priced = critic_losses.token_rewards(sums(given) - 0.5, given, torch.zeros(9), 1.0, [3, 1, 2, 3])
     assert priced.tolist() == [1, 0, 2.5, -0.5, 0, 4.5, 1, 0, -0.5]
 
 
@@ -923,7 +924,7 @@ def test_whitening():
 def test_gae(gamma, lam):
     lengths = [4, 1, 0, 7, 2]
     rewards, values = torch.randn(14, dtype=torch.float64), torch.randn(14, dtype=torch.float64)
-    adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
+    adv, ret = critic_losses.gae(rewards, values, lengths, gamma, lam)
     expected = [a for r, v in zip(rewards.split(lengths), values.split(lengths))
                 for a in slow_gae(r.tolist(), v.tolist(), gamma, lam)]
     assert adv.tolist() == pytest.approx(expected)
@@ -939,8 +940,8 @@ def test_turns_are_paid_at_their_last_token(gamma, lam):
     kl, values = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
     given = [{end - 1: reward for end, reward in zip(itertools.accumulate(lens), own)}
              for lens, own in zip(turns, paid)]
-    rewards = losses.token_rewards(sums(given), given, kl, kl_coef, lengths)
-    adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
+    rewards = critic_losses.token_rewards(sums(given), given, kl, kl_coef, lengths)
+    adv, ret = critic_losses.gae(rewards, values, lengths, gamma, lam)
     c, expected = 0, []
     for lens, rewards_of_turns in zip(turns, paid):
         tokens = []
@@ -961,9 +962,9 @@ def test_each_row_of_an_episode_has_a_gae_that_ends_with_what_later_rows_earn(la
     paid = [{5: 2.0}, {3: -1.0}, {0: 0.5, 4: 1.0, 6: 3.0}, {2: math.nan}]
     lengths = [sum(row) for row in rows]
     kl, values = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
-    rewards = losses.token_rewards(sums(paid), paid, kl, kl_coef, lengths)
+    rewards = critic_losses.token_rewards(sums(paid), paid, kl, kl_coef, lengths)
     before = rewards.clone()
-    adv, ret = losses.gae(losses.with_later_sequences(rewards, rows), values, sum(rows, []), 1.0, lam)
+    adv, ret = critic_losses.gae(critic_losses.with_later_sequences(rewards, rows), values, sum(rows, []), 1.0, lam)
     expected, c = [], 0
     for row, earned in zip(rows, paid):
         tokens = [earned.get(t, 0.0) - kl_coef * kl[c + t].item() for t in range(sum(row))]
@@ -979,41 +980,41 @@ def test_each_row_of_an_episode_has_a_gae_that_ends_with_what_later_rows_earn(la
     assert adv[:17].isfinite().all() and adv[17:].isnan().all()
     if lam == 1:                                                # every token's return is what follows it
         assert ret[0].item() == pytest.approx(2 - kl_coef * kl[:6].sum().item())
-    example = losses.with_later_sequences(torch.tensor([1.0, 0, 2, 0, 5]), [[2, 1, 1], [1]])
+    example = critic_losses.with_later_sequences(torch.tensor([1.0, 0, 2, 0, 5]), [[2, 1, 1], [1]])
     assert example.tolist() == [1, 2, 2, 0, 5]
-    assert torch.equal(losses.with_later_sequences(kl, [[n] for n in lengths]), kl)
-    assert losses.with_later_sequences(torch.zeros(0), []).tolist() == []
+    assert torch.equal(critic_losses.with_later_sequences(kl, [[n] for n in lengths]), kl)
+    assert critic_losses.with_later_sequences(torch.zeros(0), []).tolist() == []
 
 
 def test_gae_by_hand():
     rewards, values = torch.tensor([0.0, 0, 1, 2]), torch.tensor([0.0, 0, 0, 0.5])
-    adv, ret = losses.gae(rewards, values, [3, 1], 1.0, 0.5)
+    adv, ret = critic_losses.gae(rewards, values, [3, 1], 1.0, 0.5)
     assert adv.tolist() == [0.25, 0.5, 1.0, 1.5] and ret.tolist() == [0.25, 0.5, 1.0, 2.0]
-    assert losses.gae(rewards[2:], values[2:], [1, 1], 1.0, 0.5)[0].tolist() == [1.0, 1.5]
+    assert critic_losses.gae(rewards[2:], values[2:], [1, 1], 1.0, 0.5)[0].tolist() == [1.0, 1.5]
 
 
 def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_nothing():
     rewards, values = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-    adv, ret = losses.gae(rewards, values, [5, 4], 1.0, 1.0)
+    adv, ret = critic_losses.gae(rewards, values, [5, 4], 1.0, 1.0)
     to_go = torch.cat([part.flip(0).cumsum(0).flip(0) for part in rewards.split([5, 4])])
     torch.testing.assert_close(ret, to_go)
     torch.testing.assert_close(adv, to_go - values)
-    perfect, _ = losses.gae(rewards, to_go, [5, 4], 1.0, 0.3)
+    perfect, _ = critic_losses.gae(rewards, to_go, [5, 4], 1.0, 0.3)
     torch.testing.assert_close(perfect, torch.zeros(9, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_a_rank_without_tokens(lengths):
     nothing = torch.empty(0)
-    assert [len(x) for x in losses.gae(nothing, nothing, lengths, 1.0, 1.0)] == [0, 0]
-    assert len(losses.token_rewards(torch.empty(len(lengths)), [{}] * len(lengths), nothing, 1.0, lengths)) == 0
+    assert [len(x) for x in critic_losses.gae(nothing, nothing, lengths, 1.0, 1.0)] == [0, 0]
+    assert len(critic_losses.token_rewards(torch.empty(len(lengths)), [{}] * len(lengths), nothing, 1.0, lengths)) == 0
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])
 def test_value_loss(value_clip):
     old, ret = torch.randn(300, dtype=torch.float64), torch.randn(300, dtype=torch.float64)
     value = (old + 0.4 * torch.randn(300, dtype=torch.float64)).requires_grad_()
-    loss, clipped = losses.value_loss(value, old, ret, value_clip)
+    loss, clipped = critic_losses.value_loss(value, old, ret, value_clip)
     loss.sum().backward()
     for v, o, r, x, g, c in zip(*(t.tolist() for t in (value, old, ret, loss, value.grad, clipped))):
         plain = (v - r) ** 2 / 2
@@ -1027,7 +1028,7 @@ def test_value_loss(value_clip):
 def test_values_are_clipped_around_the_old_ones():
     """Around the returns, as some do it, the clipped loss would be small and never the larger one."""
     value = torch.tensor([1.0], requires_grad=True)               # went from 0 to 1, with the return at 1.1
-    loss, clipped = losses.value_loss(value, torch.tensor([0.0]), torch.tensor([1.1]), 0.2)
+    loss, clipped = critic_losses.value_loss(value, torch.tensor([0.0]), torch.tensor([1.1]), 0.2)
     loss.backward()
     assert loss.item() == pytest.approx((0.2 - 1.1) ** 2 / 2) and clipped.item() and value.grad.item() == 0
 
@@ -1041,7 +1042,7 @@ def test_adapted_kl_coef(kl, expected):
 def test_what_rounds_is_not_clipped():
     """In float32 old + (value - old) is often not value."""
     old, value, ret = torch.randn(10_000), torch.randn(10_000), torch.randn(10_000)
-    _, clipped = losses.value_loss(value, old, ret, 100.0)
+    _, clipped = critic_losses.value_loss(value, old, ret, 100.0)
     assert not clipped.any() and (old + (value - old) != value).any()
 
 

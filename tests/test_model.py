@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 
 import losses
 import model
-from losses import value_loss
 from runs import split
 from model import (LogprobsFromHidden, Policy, head_logits, load_policy, make_optimizer, product,
                    token_logprobs)
+from options import critic_losses
 from options.critic import load_critic, token_values
 from options.fused_norms import fuse_norms
 from packing import micro_batch, pack
@@ -506,8 +506,8 @@ def test_the_value_of_a_turn_is_read_behind_the_observation_before_it(folder, me
     flat = lambda tensors: torch.cat([tensors[s] for s in range(6)])
     lengths = [len(values[s]) for s in range(6)]
     scores = torch.tensor([sum(own) for own in paid])
-    rewards = losses.token_rewards(scores, given, flat(kl), 0.1, lengths)
-    adv, ret = (x.split(lengths) for x in losses.gae(rewards, flat(values), lengths, 0.9, 0.8))
+    rewards = critic_losses.token_rewards(scores, given, flat(kl), 0.1, lengths)
+    adv, ret = (x.split(lengths) for x in critic_losses.gae(rewards, flat(values), lengths, 0.9, 0.8))
     for s, row in enumerate(lists):
         ids, places = torch.tensor(sum(row, [])), sampled_places(row)
         with torch.no_grad():
@@ -534,7 +534,7 @@ def test_values_of_a_bfloat16_critic_are_not_rounded(folder, mesh):
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):
     critic, batch = load_critic(folder, mesh, torch.float32), micro_batch([], 1)
-    loss, clipped = value_loss(critic(batch), batch.flat({}), batch.flat({}), 0.5)
+    loss, clipped = critic_losses.value_loss(critic(batch), batch.flat({}), batch.flat({}), 0.5)
     loss.sum().backward()
     assert loss.sum().item() == len(clipped) == 0
     assert all(p.grad is not None and not p.grad.full_tensor().any() for p in critic.parameters())
@@ -549,7 +549,7 @@ def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
     assert not critic(batch).any()
     returns = [torch.linspace(-1, 1, 24)[i].expand(len(r.logprobs)) for i, r in enumerate(rollouts)]
     for _ in range(60):
-        loss, _ = value_loss(critic(batch), torch.zeros(len(batch.targets)), batch.flat(returns), 0.0)
+        loss, _ = critic_losses.value_loss(critic(batch), torch.zeros(len(batch.targets)), batch.flat(returns), 0.0)
         loss.mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -40,7 +40,6 @@ class MicroBatch:
     targets: torch.Tensor        # [C] the sampled tokens
     # which sequences the tokens belong to
     sequences: list              # S triples (s, tokens, total), the first fields of each Sequence, in order
-    lengths: list                # S numbers: how many sampled tokens each sequence has; they sum to C
     # If top_k restricts sampling, the tokens that each sampled token was drawn from, int32 [C, largest set]
     # (options/kept_sets.py).
     kept: torch.Tensor = None
@@ -49,6 +48,11 @@ class MicroBatch:
     # A Cut (options/sequence_parallel.py) if this rank has only a part of the line. Then input_ids and
     # position_ids are [1, T / P], and index and targets hold only what is predicted in this part.
     cut: object = None
+
+    @property
+    def lengths(self):
+        """How many sampled tokens each of the S sequences has; the numbers sum to C."""
+        return [tokens.stop - tokens.start for _, tokens, _ in self.sequences]
 
     def sequence_lengths(self):
         """For each token the number of sampled tokens of its sequence, [C]."""
@@ -253,8 +257,7 @@ def micro_batch(members, multiple):
     return MicroBatch(
         input_ids=joined(ids)[None], position_ids=joined(positions)[None],
         segments=Segments([*map(len, ids)], seen), index=joined(index), targets=joined(targets),
-        sequences=[sequence[:3] for sequence, _, _ in members],
-        lengths=[len(sequence.targets) for sequence, _, _ in members], members=members)
+        sequences=[sequence[:3] for sequence, _, _ in members], members=members)
 
 
 def joined(arrays):

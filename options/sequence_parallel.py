@@ -62,7 +62,6 @@ def part(batch, leader, group):
         share.kept = batch.kept[indices]
     if group.rank() != leader:
         share.sequences = []
-        share.lengths = []
     return share
 
 

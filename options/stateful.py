@@ -31,5 +31,4 @@ def padded(order, token_budget):
             index=torch.cat([line.index + i * longest for i, line in enumerate(lines)]),
             targets=torch.cat([line.targets for line in lines]),
             sequences=sum([line.sequences for line in lines], []),
-            lengths=sum([line.lengths for line in lines], []),
             members=sum([line.members for line in lines], []))

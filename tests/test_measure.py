@@ -100,7 +100,7 @@ def opened(folder, *arguments):
 
 
 @pytest.mark.parametrize("kind, most_files, most_tokens", [
-    ("plain", 19, 31_600), ("plain --engine=hf", 19, 31_600), ("a user's own", 24, 35_800)])
+    ("plain", 19, 30_800), ("plain --engine=hf", 19, 30_500), ("a user's own", 24, 35_800)])
 def test_a_run_opens_few_files(tmp_path, kind, most_files, most_tokens):
     """Those that only some runs need are opened by the setting that needs them."""
     arguments = kind.split()[1:]

@@ -120,17 +120,17 @@ class AgentSession:
     refused      why the last refused request was refused
     score        what the agent returned, which rewards.Scorer reads
     """
+    answers = 0
+    sampled = 0
+    refused = ""
+    score = None
 
     def __init__(self, episode):
         self.episode = episode
         self.key = token_hex()
         self.mail = SimpleQueue()
         self.longest = max(episode.sampler.settings.max_prompt_length, len(episode.conversation.ids))
-        self.answers = 0
         self.sequences = []
-        self.sampled = 0
-        self.refused = ""
-        self.score = None
 
     def play(self):
         """Answer the agent's requests until it returns; a generator like Episode.play.

@@ -61,15 +61,15 @@ class Episode:
                    sequence with the most sampled tokens; and finish_reason.
     rewards, counts, extra    as in rollout.Rollout
     """
+    finish_reason = ""
+    instance = None
+    session = None
+    asking = None
 
     def __init__(self, sampler, row, first):                    # first: the Request for the first turn
         self.sampler = sampler
         self.row = row
         self.conversation = Conversation(first, sampler.template)
-        self.finish_reason = ""
-        self.instance = None
-        self.session = None
-        self.asking = None
         self.rewards = {}
         self.counts = {"calls": 0, "failures": 0, "seconds": 0.0} if sampler.make else {}
         self.extra = {}
@@ -305,23 +305,23 @@ class EpisodeSampler(Sampler):
 
     Raises InputError if the settings name something that cannot be used.
     """
+    session_class = None
+    closer = ""
+    template = None
+    failure = None
+    # rewards.Scorer sets this to a function score_ended(rollout, environment). It is called at the end of
+    # each episode, while the instance is still as the episode left it. `environment` is the instance, or with
+    # an agent the AgentSession, which has the agent's score.
+    score_ended = None
 
     def __init__(self, settings, tokenizer, eos_ids):
         super().__init__(settings, tokenizer, eos_ids)
         self.key = f"tools={settings.tools}"
         self.name = (settings.agent or settings.environment).rpartition(":")[2]
-        self.session_class = None
         self.methods = {}
-        self.closer = ""
         self.tool_functions = {}
-        self.template = None
         self.opened = {}
         self.idle = []
-        self.failure = None
-        # rewards.Scorer sets this to a function score_ended(rollout, environment). It is called at the end of
-        # each episode, while the instance is still as the episode left it. `environment` is the instance, or
-        # with an agent the AgentSession, which has the agent's score.
-        self.score_ended = None
         if settings.agent:
             from options.agents import AgentSession    # only runs with an agent need its packages
             self.key = f"agent={settings.agent}"

@@ -149,15 +149,15 @@ class Shown(NamedTuple):
 
 def load_reader(settings, path, tokenizer):
     """Return the Reader of a run. Raises InputError for settings and models that do not go with images."""
-    s = settings
-    refused = {"a critic": hasattr(s, "critic_model"), "chat=false": not s.chat,
-               "an agent": s.agent,
-               "sequence_parallel_size": getattr(s, "sequence_parallel_size", 1) > 1,
-               "lora_rank": s.images == "trained" and getattr(s, "lora_rank", 0)}
+    trained = settings.images == "trained"
+    refused = {"a critic": hasattr(settings, "critic_model"), "chat=false": not settings.chat,
+               "an agent": settings.agent,
+               "sequence_parallel_size": getattr(settings, "sequence_parallel_size", 1) > 1,
+               "lora_rank": trained and getattr(settings, "lora_rank", 0)}
     for name, is_set in refused.items():
         if is_set:
-            raise InputError(f"images={s.images}: not together with {name}")
-    return Reader(path, tokenizer, s.images == "trained")
+            raise InputError(f"images={settings.images}: not together with {name}")
+    return Reader(path, tokenizer, trained)
 
 
 def with_images(tokenizer, name, row, text, short):

@@ -16,11 +16,8 @@ default is "checkpoint". Episodes are played in rounds: what all of them ask for
 """
 from configurator import InputError
 from options.user_code import load_from, shown
-from rollout import Engine
+from rollout import Engine, Request
 from weights import checksum
-
-# What a Request asks for if the class need not heed the field.
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def own_engine_class(spec):
@@ -53,8 +50,9 @@ class OwnEngine(Engine):
 
     def add(self, request):
         """Queue a Request. Raises InputError if the class does not heed all of it."""
-        for field, plain in PLAIN.items():
-            if getattr(request, field) != plain:
+        # A field with its default asks for nothing that the class would have to heed.
+        for field, default in Request._field_defaults.items():
+            if getattr(request, field) != default:
                 self.heeds(field)
         super().add(request)
 

@@ -61,6 +61,7 @@ class Bridge:
     sent              pairs (transfer, tensor) of what the engine has sent last, two for each message
     """
     allocated = 0
+    newest = -1
 
     def __init__(self, settings):
         self.settings = settings
@@ -103,7 +104,6 @@ class Bridge:
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if not self.trains:
             self.arrived = queue.SimpleQueue()
-            self.newest = -1
             # A tensor has to stay until it has gone. The trainers take everything in order, and no engine is
             # more than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
             self.sent = collections.deque(maxlen=2 * (self.settings.max_staleness + 4))

@@ -45,8 +45,7 @@ PANELS = (
 
 def read_run(folder):
     """Return a run's lines of metrics, its settings, and the script's defaults of those that were given."""
-    with open(f"{folder}/config.json", "rb") as config:
-        settings = json.load(config)
+    settings = json.loads(Path(folder, "config.json").read_bytes())
     with open(f"{folder}/metrics.jsonl", "rb") as metrics:
         lines = whole_lines(metrics)
     defaults = settings.pop("defaults", {})
@@ -67,8 +66,7 @@ def whole_lines(lines):
 
 def read_samples(folder, budget):
     """{step: samples} of evenly spaced steps, at most 125 and about `budget` bytes in all."""
-    with open(os.path.join(folder, "samples.jsonl"), "rb") as file:
-        lines = file.readlines()
+    lines = Path(folder, "samples.jsonl").read_bytes().splitlines(keepends=True)
     steps = [[*group] for _, group in itertools.groupby(lines, lambda line: line.partition(b",")[0])]
     count = min(len(steps), 125, 1 + budget * len(steps) // (1 + sum(map(len, lines))))
     by_step = {}
@@ -158,7 +156,7 @@ def write(folders):
     """Write report.html into the first of the folders, and return its path."""
     path = os.path.join(folders[0], "report.html")
     # A sample may hold half a surrogate pair, at which a browser may fail. It becomes a question mark.
-    text = page([os.path.normpath(folder) for folder in folders]).encode(errors="replace")
+    text = page([*map(os.path.normpath, folders)]).encode(errors="replace")
     Path(path).write_bytes(text)
     return path
 

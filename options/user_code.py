@@ -252,15 +252,14 @@ class ThreadPerCall(ThreadPoolExecutor):
 
 
 class UserProcess:
-    """Calls functions in a new Python process with our sys.path, which runs in `folder`.
+    """Calls functions in a new Python process with our sys.path, which runs in STARTED_IN.
 
     first: a function and its arguments, with which each such process begins, without a limit of time. The
     process imports functions by their names. process: the subprocess.Popen, or None if there is none. pipe:
     the connection to it.
     """
 
-    def __init__(self, folder, *first):
-        self.folder = folder
+    def __init__(self, *first):
         self.first = first
         self.process = None
         self.pipe = None
@@ -297,7 +296,7 @@ class UserProcess:
                    f"answer_calls({theirs.fileno()})")
         # In a session of its own the process gets no Ctrl-C, so that the run can finish its step.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],
-                                        stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder)
+                                        stdin=subprocess.DEVNULL, start_new_session=True, cwd=STARTED_IN)
         theirs.close()
 
     def end(self):

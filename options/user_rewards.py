@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
-from configurator import STARTED_IN, InputError
+from configurator import InputError
 from options.user_code import (Failed, TimeUp, UserProcess, accepted, as_float, load_from, logging_into,
                                name_of, outcome, shown, source_of)
 from rewards import Result, content, number_of
@@ -66,7 +66,7 @@ class UserRewards:
         if self.settings.call_timeout and source != source_of(self.settings.environment):
             # The process begins with this call each time that it is started, so that the time in which the
             # file is loaded does not count. Here the call is repeated for its result.
-            process = self.processes.setdefault(source, UserProcess(STARTED_IN, load_reward, spec))
+            process = self.processes.setdefault(source, UserProcess(load_reward, spec))
             reward = process.call(0, load_reward, spec)
             if not (reward.environments and self.episodes):
                 return reward, process

@@ -51,7 +51,7 @@ TEXTS = [f"Answer: {i}" for i in range(4)]
 
 def in_process(spec):
     """Returns the Reward of a spec, and a process that calls it."""
-    process = UserProcess(".", user_rewards.load_reward, spec)
+    process = UserProcess(user_rewards.load_reward, spec)
     return process.call(0, *process.first), process
 
 

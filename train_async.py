@@ -73,9 +73,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # turns (for a reward in each turn), none (0); see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
-                                # each score, and k1_advantage from each token's advantage (on-policy
-                                # distillation); k3+ has k3's value and k2's gradient; see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+ (k3 with k2's gradient) or k3_is (k3 times the ratio) adds the
+                                # KL to the loss; k1_reward subtracts it from each score, and k1_advantage
+                                # from each token's advantage (on-policy distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -85,14 +85,15 @@ epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
+                                # sequence_sum (RLOO), prompt_mean (ScaleRL); see losses.AGGREGATIONS
 engine_correction = "token_truncate"  # or none, or another one of train_grpo.py; see losses.CORRECTIONS
 correction_cap = 2.0            # a truncation lowers a larger ratio to this
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)     # by files and --key=value
+# configure sets the names above to what config files and --key=value say, and returns all settings.
+settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)
 
 # ---------------------------------------------------------------- set-up of both roles
 check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)
@@ -125,7 +126,7 @@ with input_errors():                                            # an InputError 
     # episode has several turns.
     sampler = EpisodeSampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
-    # that are held out. data_note describes both for the console.
+    # that are held out. data_note describes both for the console. Prompts list sampler.tools if it has some.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sampler.tools)
 
 # ---------------------------------------------------------------- the engines
@@ -156,9 +157,9 @@ sampler.close()                                                 # only the engin
 with input_errors():
     run.check_data(folders, train_set, eval_set, data_note)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
+                         sequence_group, run.adapter, reader=folders.reader)    # for LoRA, for images
     reference = None
-    if kl_coef > 0:                                             # it may be the policy as the run began
+    if kl_coef > 0:                                             # with LoRA it may share the policy's weights
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
 optimizer = make_optimizer(policy, learning_rate, settings)
 bridge.take("ready", 0)                                         # waits until all engines are made
@@ -183,7 +184,7 @@ def save():
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 stop, evaluate, save
     run.stop_if_signalled(save)                                 # a signal that has come on any rank
-    if run.due(step, eval_interval):
+    if run.due(step, eval_interval):                            # every eval_interval steps, and at the end
         with log.timed("eval"):
             held_out = bridge.take("eval", step, eval_set)      # sampled with the same seeds every time
             # Trainers and engines have the same weights, so their logprobs of 32 rollouts per rank have to
@@ -222,7 +223,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
+    # [N], or {s: [len]} if each token has its own. It is 0 without a score.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}          # {s: [len]}
@@ -263,13 +264,13 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     cap=correction_cap, low=correction_low, high=correction_high)       # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # k1 is in scores or advantages
-                    token_loss = token_loss + kl_coef * losses.kl_penalty(      # not corrected, as in TRL
+                    token_loss = token_loss + kl_coef * losses.kl_penalty(  # without correction, as in TRL
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # adds up to the mean of the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # adds up to the mean over updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:

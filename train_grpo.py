@@ -63,9 +63,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, reinforce++, reinforce++_baseline,
                                 # turns (for a reward in each turn), none (0); see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss; k1_reward subtracts it from
-                                # each score, and k1_advantage from each token's advantage (on-policy
-                                # distillation); k3+ has k3's value and k2's gradient; see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+ (k3 with k2's gradient) or k3_is (k3 times the ratio) adds the
+                                # KL to the loss; k1_reward subtracts it from each score, and k1_advantage
+                                # from each token's advantage (on-policy distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 num_mini_batches = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -75,8 +75,8 @@ epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # multiplies token losses by p(trainer) / p(engine), capped or bounded:
+                                # sequence_sum (RLOO), prompt_mean (ScaleRL); see losses.AGGREGATIONS
+engine_correction = "none"      # multiplies token losses by pi_old / p(engine), capped or bounded:
                                 # token_truncate (TIS), sequence_truncate, token_mask, sequence_mask,
                                 # geometric_mask, or two, as token_truncate,sequence_mask; see
                                 # losses.CORRECTIONS
@@ -85,18 +85,19 @@ correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)     # by files and --key=value
+# configure sets the names above to what config files and --key=value say, and returns all settings.
+settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
+# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh of
+# all devices. sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings and opens the run's folder, which gets a copy of this file. run.resumed is the
 # checkpoint that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the
 # training rows drawn so far; "clock" is when the run began, which chat templates print as the date.
 run = Run(settings, __file__)
-B = prompts_per_step // world_size                              # prompts per rank
+B = prompts_per_step // world_size                              # prompts per rank, a whole number
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
@@ -104,29 +105,29 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names.
-    # With an environment, tools or an agent a rollout is an episode of several turns.
+    # sample(prompts, G, names) returns G rollouts per prompt, with random seeds made from `seed` and from the
+    # prompt's name. With an environment, tools or an agent a rollout is an episode of several turns.
     sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
-    # that are held out. data_note describes both for the console.
+    # that are held out. data_note describes both for the console. sample.tools stand in the prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sample.tools)
     scorer = rewards.load_scorer(settings, sample, device, compute_dtype)   # scorer(rollouts) scores them
-    # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
-    run.check_data(folders, train_set, eval_set, data_note)
+    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
     first_prompts, _ = train_set.draw(0, 1, seed)
-    run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))        # a text for the console
+    # The reward must be able to score made-up completions, or the run ends. The note is for the console.
+    run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))
 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
+                         sequence_group, run.adapter, reader=folders.reader)    # for LoRA, for images
     reference = None
-    if kl_coef > 0:                                             # it may be the policy as the run began
+    if kl_coef > 0:                                             # with LoRA it may share the policy's weights
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)
-# If a signal such as Ctrl-C comes, `sample` saves the state with which the step began, and ends the run.
-sample.engine = rollout_engine
+# At a signal such as Ctrl-C, `sample` saves the state with which the step began, and ends the run.
+sample.engine = rollout_engine                                  # what it samples with
 
 # ---------------------------------------------------------------- the loop
 # A step has N rollouts, those of all ranks together. The loop calls them by their index s, from 0 to N - 1.
@@ -143,21 +144,22 @@ sample.engine = rollout_engine
 #                  the name of such a dict is plural, as in old_logps
 #     [C]          a tensor for a micro-batch of C sampled tokens, those of one rollout after the other; the
 #                  name is singular, as in old_logp (packing.py makes the micro-batches)
-# In a batch of the rollouts 0 and 1, with two sampled tokens in one sequence each, C is 4, and
+# In a batch of the rollouts 0 and 1, with two sampled tokens each, C is 4, and
 #     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]
 #     batch.flat([x, y, z])               returns [x, x, y, y]; N is 3, and z is of a rollout in another batch
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each sequence
 #     batch.sequence_lengths()            returns [2, 2, 2, 2]
+# Here each rollout is one sequence of tokens. Only an agent's rollout may consist of several.
 #
 # FSDP communicates in each forward and backward pass, so all ranks must make equally many. A rank with fewer
-# micro-batches than another gets empty ones, in which C is 0. The ranks of a sequence_group compute each
-# micro-batch together. The rank that its rollouts were dealt to gets all logprobs and the loss; on the others
-# C and the loss are 0, and their backward pass receives the gradients of the logprobs that they computed.
+# micro-batches than another gets empty ones, in which C is 0. In a sequence_group each micro-batch belongs to
+# one rank, which gets all of its logprobs and its loss. The others compute a part of the logprobs and of the
+# gradients for this rank, but on them C and the loss are 0.
 # log.metrics takes figures that all ranks agree on; log.add sums or averages over micro-batches and ranks.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
-    if run.due(step, eval_interval):
+    if run.due(step, eval_interval):                            # every eval_interval steps, and at the end
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(step, save_interval):
         run.save()                                              # nothing if the run has just begun or resumed
@@ -187,7 +189,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
+    # [N], or {s: [len]} if each token has its own. It is 0 without a score.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}          # {s: [len]}
@@ -207,7 +209,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         old_logps = None                                        # pi_old is the policy: old_logp is logp
 
     # ------------------------------------------------------------ 5 update
-    with log.timed("update_actor"):                             # first the rate, logged as learning_rate
+    with log.timed("update_actor"):                             # set_rates sets this step's learning rate
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]. With token_mean it is 1 / the number of the update's tokens, on all ranks together.
@@ -227,13 +229,13 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     cap=correction_cap, low=correction_low, high=correction_high)       # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # k1 is in scores or advantages
-                    token_loss = token_loss + kl_coef * losses.kl_penalty(      # not corrected, as in TRL
+                    token_loss = token_loss + kl_coef * losses.kl_penalty(  # without correction, as in TRL
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / num_mini_batches},         # adds up to the mean of the updates
+                log.add(sums={"loss": loss / num_mini_batches},         # adds up to the mean over updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
@@ -246,7 +248,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM, which has slept
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU vLLM has slept; this wakes it
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

@@ -71,23 +71,25 @@ epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsil
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
+                                # sequence_sum (RLOO), prompt_mean (ScaleRL); see losses.AGGREGATIONS
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), choices=losses.CHOICES, rules=(                 # by files and --key=value
+# configure sets the names above to what config files and --key=value say, and returns all settings.
+# A rule is a condition that the settings have to meet, and the end of the message if they do not.
+settings = configure(globals(), choices=losses.CHOICES, rules=(
     *losses.RULES,
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step")))
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
+# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh of
+# all devices. sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings and opens the run's folder, which gets a copy of this file. run.resumed is the
 # checkpoint that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the
 # training rows drawn so far; "clock" is when the run began, which chat templates print as the date.
-run = Run(settings, __file__, critic=True)                      # no other script can resume this run.state
-B = prompts_per_step // world_size                              # prompts per rank
+run = Run(settings, __file__, critic=True)                      # no other script can resume a run with it
+B = prompts_per_step // world_size                              # prompts per rank, a whole number
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
@@ -95,25 +97,25 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # sample(prompts, G, names) returns G rollouts per prompt, whose seeds come from `seed` and the names.
-    # With an environment, tools or an agent a rollout is an episode of several turns.
+    # sample(prompts, G, names) returns G rollouts per prompt, with random seeds made from `seed` and from the
+    # prompt's name. With an environment, tools or an agent a rollout is an episode of several turns.
     sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
-    # that are held out. data_note describes both for the console.
+    # that are held out. data_note describes both for the console. sample.tools stand in the prompts.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sample.tools)
     scorer = rewards.load_scorer(settings, sample, device, compute_dtype)   # scorer(rollouts) scores them
-    # The run ends here if it is resumed with other prompts, or if the reward fails for made-up completions.
-    run.check_data(folders, train_set, eval_set, data_note)
+    run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
     first_prompts, _ = train_set.draw(0, 1, seed)
-    run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))        # a text for the console
+    # The reward must be able to score made-up completions, or the run ends. The note is for the console.
+    run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))
 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: LoRA's settings, or 0
+                         sequence_group, run.adapter)           # run.adapter: for LoRA
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group)
     reference = None
-    if kl_coef > 0:                                             # it may be the policy as the run began
+    if kl_coef > 0:                                             # with LoRA it may share the policy's weights
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
     rollout_engine = rollout.load_engine(settings, folders.policy, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, settings)
@@ -121,19 +123,24 @@ critic_optimizer = make_optimizer(critic, critic_learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 # The critic and its optimizer are saved as well, in the subfolder critic.
 log = run.begin(policy, optimizer, rollout_engine, critic=(critic, critic_optimizer))
-# If a signal such as Ctrl-C comes, `sample` saves the state with which the step began, and ends the run.
-sample.engine = rollout_engine
+# At a signal such as Ctrl-C, `sample` saves the state with which the step began, and ends the run.
+sample.engine = rollout_engine                                  # what it samples with
 
 
 def flat_on_cpu(tensors, chosen):
-    """Return {s: [len]} as one tensor [C], for s in chosen, on the CPU, because a GPU would wait for three
-    launches per token of gae."""
+    """Return tensors, {s: [len]}, as one tensor [C] on the CPU: those of s in chosen, one after the other.
+
+    gae loops over the tokens, and on a GPU each pass of its loop would have to wait for three small kernels.
+    """
     return torch.cat([tensors[s] for s in chosen] or [torch.empty(0)]).cpu()
 
 
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
-    """Return figures of a critic that has not seen the batch yet; all [C] of this rank, adv whitened.
-    token_rewards: for each rollout the rewards of its tokens, [len]."""
+    """Return figures of a critic that was not yet trained on these rollouts, over all ranks. A collective.
+
+    value, ret (returns), raw_adv, adv (raw_adv whitened): [C] of this rank. token_rewards: for each of its
+    rollouts the rewards of the tokens, [len].
+    """
     mean = mean_over_ranks
     error = ret - value
     error_variance = mean(error ** 2) - mean(error) ** 2
@@ -142,21 +149,21 @@ def critic_metrics(value, ret, raw_adv, adv, token_rewards):
     bounds = []
     if len(adv):
         bounds = [x.item() for x in adv.nan_to_num(0.0).aminmax()]
-    bounds = distributed.gathered(bounds)
+    all_bounds = distributed.gathered(bounds)
     return {"critic/vf_explained_var": explained,
             "critic/values/mean": mean(value),
             "critic/returns/mean": mean(ret),
             "critic/rewards/mean": mean([x.sum() for x in token_rewards]),
             "critic/advantages/mean": mean(raw_adv),
-            "critic/advantages/max": max(bounds, default=0.0),
-            "critic/advantages/min": min(bounds, default=0.0)}
+            "critic/advantages/max": max(all_bounds, default=0.0),
+            "critic/advantages/min": min(all_bounds, default=0.0)}
 
 
 # ---------------------------------------------------------------- the loop
 # train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
-    if run.due(step, eval_interval):
+    if run.due(step, eval_interval):                            # every eval_interval steps, and at the end
         log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(step, save_interval):
         run.save()                                              # nothing if the run has just begun or resumed
@@ -179,24 +186,24 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 3 split into updates; old logprobs, values
     # This comes before the advantages, unlike in train_grpo.py, because GAE needs the values.
-    draw = random.Random(f"{seed} {step}")
+    generator = random.Random(f"{seed} {step}")
     updates = []                                                                        # lists of s
     for _ in range(num_epochs):
-        shuffled = draw.sample(range(N), N)
+        shuffled = generator.sample(range(N), N)
         updates += [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]
-    # shares: this rank's part of each update. A rank has old logprobs, values and advantages only of the
-    # rollouts that the first epoch deals to it, so the later epochs deal it the same ones.
+    # shares: this rank's part of each update. Only the rank to which the first epoch deals a rollout computes
+    # its old logprobs, values and advantages, so this rank keeps the rollout in the later epochs.
     shares = deal_to_ranks(rollouts, updates[:num_mini_batches])
     my_share = sum(shares, [])
-    here = set(my_share)
-    shares += [[s for s in update if s in here] for update in updates[num_mini_batches:]]
+    my_indices = set(my_share)
+    shares += [[s for s in update if s in my_indices] for update in updates[num_mini_batches:]]
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)       # {s: [len]}
     # Policy and engine still have the same weights: the run stops unless their logprobs agree.
     log.metrics |= run.compare_logprobs(rollouts, old_logps)
     with log.timed("values"):
         old_values = token_values(critic, rollouts, my_share, token_budget)             # {s: [len]}
-    ref_logps = old_logps                                                               # {s: [len]}
+    ref_logps = old_logps                                       # {s: [len]}; without a reference the KL is 0
     if reference:
         with log.timed("ref"):
             ref_logps = token_logprobs(reference, rollouts, my_share, token_budget, temperature)
@@ -208,16 +215,19 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     value = flat_on_cpu(old_values, my_share)                                           # [C]
     lens = lengths[my_share].tolist()
     kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                    # [C]
-    # The score of a single answer is the reward of its last token; turns and steps have their own.
+    # A single answer's score is the reward of its last token. If turns or steps of a solution are scored, the
+    # last token of each has a reward.
     token_reward = critic_losses.token_rewards(
         scores[my_share], [rollouts[s].rewards for s in my_share], kl, kl_coef, lens)   # [C]
-    # Each sequence of an agent's episode has a GAE of its own, which ends with what the later ones earn.
+    # GAE runs over each sequence by itself. An agent's episode may have several sequences; the last token of
+    # each of them then also has what the later ones earn as a reward.
     sequence_lens = [rollouts[s].lengths_of_sequences for s in my_share]
     sequence_reward = critic_losses.with_later_sequences(token_reward, sequence_lens)   # [C]
     raw_adv, ret = critic_losses.gae(                                                   # [C], [C]
         sequence_reward, value, sum(sequence_lens, []), gamma=1.0, lam=lam)
     adv = losses.whiten(raw_adv, mean_over_ranks)                                      # [C]
-    # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
+    # Without a score a rollout's adv and ret are NaN; here they become 0. Below it has the weight 0, but the
+    # counts that the other weights are divided by include it.
     advs = dict(zip(my_share, adv.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     rets = dict(zip(my_share, ret.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     log.metrics |= critic_metrics(value, ret, raw_adv, adv, token_reward.split(lens))
@@ -247,7 +257,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
         with log.timed("update_actor"):
-            if policy_step < 0:
+            if policy_step < 0:                                 # the critic is still warming up alone
                 continue
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
@@ -258,7 +268,8 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                log.add(sums={"loss": loss / len(updates)},         # the mean over the updates
+                # ppo_kl estimates KL(pi_old || policy).
+                log.add(sums={"loss": loss / len(updates)},         # adds up to the mean over updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
                                "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)  # 0: no clip
@@ -268,7 +279,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM, which has slept
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU vLLM has slept; this wakes it
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

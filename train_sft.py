@@ -49,12 +49,13 @@ from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals())                                 # overrides by config files and --key=value
+# configure sets the names above to what config files and --key=value say, and returns all settings.
+settings = configure(globals())
 settings.num_generations = 1                                    # nothing is sampled in groups
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
-# the mesh. The ranks of a sequence_group share each micro-batch: each computes a part of its tokens.
+# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh of
+# all devices. sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 run = Run(settings, __file__)
@@ -92,18 +93,18 @@ with input_errors():                                            # an InputError 
         rollout_engine = rollout.load_engine(
             settings, folders.policy, compute_dtype, longest, folders.eos_ids)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter, reader=folders.reader)    # adapter: LoRA's, or 0
+                         sequence_group, run.adapter, reader=folders.reader)    # for LoRA, for images
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)
-sample.engine = rollout_engine
+sample.engine = rollout_engine                                  # what it samples with
 
 # ---------------------------------------------------------------- the loop
 # Values of tokens have the two forms that train_grpo.py explains, here with an entry for each learned token:
 # {s: [len]} has a tensor for the example of index s, and [C] belongs to a micro-batch. C may be 0.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
-    if run.due(step, eval_interval):
+    if run.due(step, eval_interval):                            # every eval_interval steps, and at the end
         logps = gathered_logprobs(policy, sum(held_out, []), token_budget, temperature)         # {s: [len]}
         log.metrics["eval/token_loss"] = -torch.cat([*logps.values()]).mean().item()
         log.say(f"step {step:3d}  eval/token_loss {log.metrics['eval/token_loss']:.4f}")

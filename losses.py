@@ -328,7 +328,7 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 
     lengths [N]: the number of sampled tokens of each sequence. update: the indices of the sequences that this
     optimizer step trains on, over all ranks, so that the weights and the gradient do not depend on how these
-    are dealt to ranks and packed into rows. The weights of all other sequences have no meaning.
+    are dealt to ranks and packed into lines. The weights of all other sequences have no meaning.
     """
     num_sequences = len(update)
     divisors = {

@@ -313,7 +313,7 @@ class Policy(Network):
         return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
     def by_training(self, batch):
-        """Return the same for the sampled tokens of a MicroBatch, as training computes it, [C]."""
+        """Return such logprobs of the sampled tokens of a MicroBatch, as training computes them, [C]."""
         logp, _ = self(batch, 1.0)
         return logp
 
@@ -634,7 +634,7 @@ def check_same(label, network, P):
 
 
 def by_training(network, sequences, packed):
-    """Return the same of all sequences as a network's by_transformers, but computed as in training.
+    """Return what a network's by_transformers returns for the sequences, joined, but computed as in training.
     packed: see packing.pack."""
     rollouts = [SimpleNamespace(ids=ids, places=np.arange(1, len(ids)), sequence_starts=np.array([[0, 0, 1]]))
                 for ids in sequences]

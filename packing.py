@@ -145,10 +145,10 @@ def packed_size(neighbours):
 def deal(rollouts, chosen, num_ranks):
     """Deal rollouts[s] for s in chosen to num_ranks lists with about the same number of tokens to compute.
 
-    The rollouts of one prompt, which is that of their first sequences, stay together and go to the rank with
-    the fewest tokens so far, the largest group first (Graham 1969, LPT). The same is tried with half groups,
-    quarters and so on, although each piece computes the prompt again. The result is the deal whose heaviest
-    rank has the fewest tokens. All sequences of a rollout go to the same rank.
+    Rollouts whose first sequences have the same prompt are a group, which stays together. The largest group
+    goes first, and each one to the rank with the fewest tokens so far (Graham 1969, LPT). The same is tried
+    with half groups, quarters and so on, although each piece computes the prompt again. The result is the
+    deal whose heaviest rank has the fewest tokens. All sequences of a rollout go to the same rank.
     Example: groups of 9, 5, 4, 3 tokens for 2 ranks -> 9 + 3 and 5 + 4.
     """
     groups = []

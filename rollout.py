@@ -351,8 +351,8 @@ class Engine:
         self.added = []                     # the Requests that step has not begun yet
         self.versions = {}                  # {name of an unanswered request: its versions, as a dict}
         self.numbers = itertools.count()    # numbers that become the names of the requests of episodes
-        self.sampled = {}                   # {(name, temperature): a Request to the current weights}
-        self.asked_by = {}                  # {name of such a request: the OpenEpisodes that added it}
+        self.sampled = {}                   # {(name, temperature): first Request to these weights}
+        self.asked_by = {}                  # {name of an episode's request: its OpenEpisodes}
 
     def add(self, request):
         """Queue a Request. Raises InputError if it may need more than max_length tokens."""

@@ -85,11 +85,11 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
     timeout: the seconds after which the watchdog will end a rank that stands still; 0 if it never will.
-    sequence_parallel_size: how many neighbouring ranks share each row (attention.py). shard_ranks: how many
+    sequence_parallel_size: how many neighbouring ranks share each line of tokens. shard_ranks: how many
     ranks share each copy of the weights; 0 stands for all. role: where torchrun's ranks have roles
     (placement.py), a function that returns store, rank and world_size of the group to join instead.
     Returns rank, world_size, device, the mesh of all ranks, whose last dimension FSDP2 shards over, and the
-    group of the ranks that share rows with this one, or None.
+    group of the ranks that share lines with this one, or None.
     """
     make_lenient()
     sys.excepthook = failed

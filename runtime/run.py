@@ -288,8 +288,9 @@ class Run:
         return metrics.compare_logprobs(rollouts, logps, bound, self.tokenizer, self.state["step"])
 
     def due(self, step, interval):
-        """Return whether what comes every `interval` steps is due. After the last step it always is, and it
-        is not in a step that is resumed with the figures of its evaluation."""
+        """Return whether what comes every `interval` steps is due before this step; with 0 it comes only at
+        the start and after the last step. After the last step it is always due. At the step with which a run
+        resumes it is not, if the checkpoint already holds the figures of this step's evaluation."""
         last = self.settings.max_steps
         resumed = step == self.first_step and len(self.state["evaluated"]) > 1
         return step == last or not resumed and step % (interval or last) == 0

@@ -157,7 +157,7 @@ sampler.close()                                                 # only the engin
 with input_errors():
     run.check_data(folders, train_set, eval_set, data_note)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter, reader=folders.reader)    # for LoRA, for images
+                         sequence_group, run.adapter, reader=folders.reader)    # of LoRA; of images
     reference = None
     if kl_coef > 0:                                             # with LoRA it may share the policy's weights
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
@@ -223,7 +223,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. It is 0 without a score.
+    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}          # {s: [len]}

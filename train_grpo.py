@@ -76,7 +76,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean (ScaleRL); see losses.AGGREGATIONS
-engine_correction = "none"      # multiplies token losses by pi_old / p(engine), capped or bounded:
+engine_correction = "none"      # weights token losses by pi_old / p(engine), capped, bounded or as a mask:
                                 # token_truncate (TIS), sequence_truncate, token_mask, sequence_mask,
                                 # geometric_mask, or two, as token_truncate,sequence_mask; see
                                 # losses.CORRECTIONS
@@ -89,8 +89,8 @@ entropy_coef = 0.0              # weight of the entropy bonus
 settings = configure(globals(), choices=losses.CHOICES, rules=losses.RULES)
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh of
-# all devices. sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
+# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh.
+# sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings and opens the run's folder, which gets a copy of this file. run.resumed is the
@@ -105,11 +105,11 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # sample(prompts, G, names) returns G rollouts per prompt, with random seeds made from `seed` and from the
+    # sample(prompts, G, names) returns G rollouts per prompt. Their random seeds are made of `seed` and the
     # prompt's name. With an environment, tools or an agent a rollout is an episode of several turns.
     sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
-    # that are held out. data_note describes both for the console. sample.tools stand in the prompts.
+    # that are held out. data_note describes both for the console. The prompts list the tools, if any.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sample.tools)
     scorer = rewards.load_scorer(settings, sample, device, compute_dtype)   # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
@@ -118,7 +118,7 @@ with input_errors():                                            # an InputError 
     run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))
 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter, reader=folders.reader)    # for LoRA, for images
+                         sequence_group, run.adapter, reader=folders.reader)    # of LoRA; of images
     reference = None
     if kl_coef > 0:                                             # with LoRA it may share the policy's weights
         reference = load_reference(folders.reference, policy, mesh, compute_dtype)
@@ -150,12 +150,12 @@ sample.engine = rollout_engine                                  # what it sample
 #     batch.put([a, b, c, d], values)     sets values[0] = [a, b] and values[1] = [c, d]
 #     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7], the mean of each sequence
 #     batch.sequence_lengths()            returns [2, 2, 2, 2]
-# Here each rollout is one sequence of tokens. Only an agent's rollout may consist of several.
+# In this example each rollout is one sequence. An agent's rollout may consist of several.
 #
 # FSDP communicates in each forward and backward pass, so all ranks must make equally many. A rank with fewer
-# micro-batches than another gets empty ones, in which C is 0. In a sequence_group each micro-batch belongs to
-# one rank, which gets all of its logprobs and its loss. The others compute a part of the logprobs and of the
-# gradients for this rank, but on them C and the loss are 0.
+# micro-batches than another gets empty ones, in which C is 0. In a sequence_group each rank computes a part
+# of a micro-batch's tokens, forward and backward. One rank gets its logprobs and its loss; on the others
+# C and the loss are 0.
 # log.metrics takes figures that all ranks agree on; log.add sums or averages over micro-batches and ranks.
 for step in range(run.first_step, max_steps + 1):               # the last one only evaluates and saves
     # ------------------------------------------------------------ 0 evaluate, save
@@ -189,7 +189,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # [N], or {s: [len]} if each token has its own. It is 0 without a score.
+    # [N], or {s: [len]} if each token has its own. A rollout without a score has the advantage 0.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}          # {s: [len]}
@@ -248,7 +248,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # on a GPU vLLM has slept; this wakes it
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM's weights
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

@@ -81,14 +81,14 @@ settings = configure(globals(), choices=losses.CHOICES, rules=(
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step")))
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh of
-# all devices. sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
+# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh.
+# sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings and opens the run's folder, which gets a copy of this file. run.resumed is the
 # checkpoint that the run resumes, or None. run.state is saved with each checkpoint: "position" counts the
 # training rows drawn so far; "clock" is when the run began, which chat templates print as the date.
-run = Run(settings, __file__, critic=True)                      # no other script can resume a run with it
+run = Run(settings, __file__, critic=True)                      # scripts without a critic cannot resume it
 B = prompts_per_step // world_size                              # prompts per rank, a whole number
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
@@ -97,11 +97,11 @@ with input_errors():                                            # an InputError 
     # folders.policy and folders.reference are paths of models; eos_ids are the tokens that end a completion.
     folders = open_folders(settings, longest, run.resumed, run.state["clock"])
     tokenizer = folders.tokenizer
-    # sample(prompts, G, names) returns G rollouts per prompt, with random seeds made from `seed` and from the
+    # sample(prompts, G, names) returns G rollouts per prompt. Their random seeds are made of `seed` and the
     # prompt's name. With an environment, tools or an agent a rollout is an episode of several turns.
     sample = rollout.load_sampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
-    # that are held out. data_note describes both for the console. sample.tools stand in the prompts.
+    # that are held out. data_note describes both for the console. The prompts list the tools, if any.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sample.tools)
     scorer = rewards.load_scorer(settings, sample, device, compute_dtype)   # scorer(rollouts) scores them
     run.check_data(folders, train_set, eval_set, data_note)     # a resumed run must have the same prompts
@@ -110,7 +110,7 @@ with input_errors():                                            # an InputError 
     run.notes.append(scorer.check_rewards(first_prompts + eval_set[:1]))
 
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter)           # run.adapter: for LoRA
+                         sequence_group, run.adapter)           # run.adapter: of LoRA, or 0
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group)
@@ -220,14 +220,14 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
     token_reward = critic_losses.token_rewards(
         scores[my_share], [rollouts[s].rewards for s in my_share], kl, kl_coef, lens)   # [C]
     # GAE runs over each sequence by itself. An agent's episode may have several sequences; the last token of
-    # each of them then also has what the later ones earn as a reward.
+    # each is then also rewarded with what the later ones earn.
     sequence_lens = [rollouts[s].lengths_of_sequences for s in my_share]
     sequence_reward = critic_losses.with_later_sequences(token_reward, sequence_lens)   # [C]
     raw_adv, ret = critic_losses.gae(                                                   # [C], [C]
         sequence_reward, value, sum(sequence_lens, []), gamma=1.0, lam=lam)
     adv = losses.whiten(raw_adv, mean_over_ranks)                                      # [C]
-    # Without a score a rollout's adv and ret are NaN; here they become 0. Below it has the weight 0, but the
-    # counts that the other weights are divided by include it.
+    # A rollout without a score is NaN in adv and ret, and becomes 0 here. Its weight below is 0, but it still
+    # counts in the divisors of the other weights.
     advs = dict(zip(my_share, adv.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     rets = dict(zip(my_share, ret.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     log.metrics |= critic_metrics(value, ret, raw_adv, adv, token_reward.split(lens))
@@ -279,7 +279,7 @@ for step in range(run.first_step, max_steps + 1):               # the last one o
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1 is the version of these weights
-        rollout_engine.update_weights(policy, step + 1)         # on a GPU vLLM has slept; this wakes it
+        rollout_engine.update_weights(policy, step + 1)         # on a GPU this wakes vLLM's weights
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)                    # writes figures, with group_std, and samples

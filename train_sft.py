@@ -54,8 +54,8 @@ settings = configure(globals())
 settings.num_generations = 1                                    # nothing is sampled in groups
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh of
-# all devices. sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
+# torchrun starts a process for each device, and rank is its number. FSDP2 shards the weights over the mesh.
+# sequence_group: the ranks with which this one shares the tokens of each micro-batch, or None.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 run = Run(settings, __file__)
@@ -93,7 +93,7 @@ with input_errors():                                            # an InputError 
         rollout_engine = rollout.load_engine(
             settings, folders.policy, compute_dtype, longest, folders.eos_ids)
     policy = load_policy(folders.policy, mesh, compute_dtype, gradient_checkpointing, torch_compile,
-                         sequence_group, run.adapter, reader=folders.reader)    # for LoRA, for images
+                         sequence_group, run.adapter, reader=folders.reader)    # of LoRA; of images
 optimizer = make_optimizer(policy, learning_rate, settings)
 # begin restores the optimizer of a resumed run. log collects the figures of a step, and writes them.
 log = run.begin(policy, optimizer, rollout_engine)

@@ -40,6 +40,8 @@ import pytest
 # The tests of files that have others than a file of their own name, such as tests/test_losses.py
 TESTS = {"packing.py": ["test_packing.py", "test_model.py"], "data.py": ["test_data.py", "test_reasoning_gym.py"],
          "weights.py": ["test_rollout.py", "test_lora.py", "test_loading.py"],
+         "options/critic_losses.py": ["test_losses.py", "test_model.py"],
+         "options/spread_masters.py": ["test_lora.py"], "options/attention_kernel.py": ["test_attention.py"],
          **dict.fromkeys(["options/files.py", "options/file_formats.py", "options/foreign_rows.py",
                           "options/row_checks.py"], ["test_data.py"]),
          **dict.fromkeys(["options/user_rewards.py", "options/verl_rewards.py", "options/user_code.py"],

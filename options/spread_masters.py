@@ -1,5 +1,6 @@
 """
-Master weights in bfloat16 runs, moved off the grid of bfloat16. Other runs do not open this file.
+Master weights in bfloat16 runs, moved off the grid of bfloat16. Only these runs and those with adapters,
+which are merged with the same offsets, open this file.
 """
 import torch
 

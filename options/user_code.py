@@ -252,7 +252,7 @@ class ThreadPerCall(ThreadPoolExecutor):
 
 
 class UserProcess:
-    """Calls functions in a new Python process with our sys.path, which runs in STARTED_IN.
+    """Calls functions in a new Python process with our sys.path, in the folder that the run was started in.
 
     first: a function and its arguments, with which each such process begins, without a limit of time. The
     process imports functions by their names. process: the subprocess.Popen, or None if there is none. pipe:

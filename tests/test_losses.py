@@ -893,8 +893,8 @@ def test_token_rewards():
             expected.append(-0.3 * kl[c].item() + (score if t == length - 1 else 0.0))
             c += 1
     assert got == pytest.approx(expected, nan_ok=True) and math.isnan(got[-1]) and not math.isnan(got[-2])
-    example = critic_losses.token_rewards(torch.tensor([1.0, 3.0]), [{1: 1.0}, {0: 2.0}], torch.tensor([0.1, 0.2, 0.3]), 1.0,
-                                   [2, 1])
+    example = critic_losses.token_rewards(torch.tensor([1.0, 3.0]), [{1: 1.0}, {0: 2.0}],
+                                          torch.tensor([0.1, 0.2, 0.3]), 1.0, [2, 1])
     assert example.tolist() == pytest.approx([-0.1, 0.8, 2.7])
     given = [{0: 1.0, 2: 3.0}, {}, {1: 5.0}, {0: 1.0}]
     several = critic_losses.token_rewards(sums(given), given, torch.zeros(9), 1.0, [3, 1, 2, 3])

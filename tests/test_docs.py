@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def commands_for(name):
         before, _, _ = TEXTS[name].partition(README_DIFF)
         return [["train_grpo.py", re.findall(r"`(--\S+)`", before)[-1]]]
     text = RECIPES[name].replace("\\\n", " ").replace("torchrun --nproc_per_node=2", "torchrun")
-    return [line.split() for line in re.findall(r"^    torchrun (.*)$", text, re.M)]
+    return [shlex.split(line) for line in re.findall(r"^    torchrun (.*)$", text, re.M)]
 
 
 def shortened(script, *arguments):

@@ -126,7 +126,7 @@ with input_errors():                                            # an InputError 
     # episode has several turns.
     sampler = EpisodeSampler(settings, tokenizer, folders.eos_ids)
     # train_set.draw(position, n, seed) returns n prompts and the next position. eval_set is a list of prompts
-    # that are held out. data_note describes both for the console. Prompts list sampler.tools if it has some.
+    # that are held out. data_note describes both for the console. The prompts list the tools, if any.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, sampler.tools)
 
 # ---------------------------------------------------------------- the engines

@@ -118,9 +118,14 @@ def prompt_of(row, prompt_column, chat, optional):
     return prompt
 
 
+# A text that begins as a list of messages, or one that ends as a list and has role or from as a later key.
+JSON_MESSAGES = (r"""\s*\[\s*\{\s*(["'](role|from|content|value)["']\s*:"""
+                 r"""|[^{}]*["'](role|from)["']\s*:.*\]\s*$)""")
+
+
 def messages_in(value):
     """Return a value of a row, or its messages if it is the JSON text of a list of them."""
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""", value):
+    if isinstance(value, str) and re.match(JSON_MESSAGES, value, re.DOTALL):
         return json.loads(value)
     return value
 

@@ -184,7 +184,7 @@ class Reader:
 
     def __init__(self, path, tokenizer, trained):
         with reading(f"model={path}: its processor"):
-            self.processor = AutoProcessor.from_pretrained(path)
+            self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
         if not hasattr(self.processor, "image_processor"):
             raise InputError(f"images: model={path} reads none")
         self.trained = trained

@@ -35,7 +35,7 @@ def merge_adapter(base, adapter, out, dtype):
     write_model(hf, dict(hf.named_parameters()), out)
     tokenizer = load_tokenizer(path)
     if has_tokenizer(adapter):                                  # a run may have set another chat template
-        tokenizer = AutoTokenizer.from_pretrained(adapter)
+        tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
     tokenizer.save_pretrained(out)
 
 

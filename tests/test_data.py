@@ -435,6 +435,20 @@ def test_an_answer_does_not_stay_in_the_prompt_whatever_its_role_is_called(tmp_p
                           {"role": "assistant", "content": "It is 2."}, {"role": "user", "content": "Human?"}]
 
 
+@pytest.mark.parametrize("column, talk", [
+    ("prompt", [ASKED]), ("prompt", [{"name": "x", **ASKED}]), ("messages", [{"weight": 0, **ASKED}]),
+    ("conversations", [{"id": 1, **SAID}])])
+def test_a_list_of_messages_may_be_its_json_text(tmp_path, column, talk):
+    assert (read(write(tmp_path / "a.jsonl", {column: json.dumps(talk), "answer": "2"}))
+            == read(write(tmp_path / "b.jsonl", {column: talk, "answer": "2"})))
+
+
+def test_a_json_text_that_is_no_list_of_messages_is_a_prompt(tmp_path):
+    for text in ('[{"id": 1, "name": "x"}]', '[{"id": 1, "role": "user"}] How many?', "[{}]"):
+        ((prompt, _),) = read(write(tmp_path / "a.jsonl", {"prompt": text, "answer": "2"}))
+        assert prompt == text
+
+
 def test_a_function_call_is_the_assistants(tmp_path):
     """As in LLaMA-Factory's files: at the end it is to be found, elsewhere it is a message with a call."""
     calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": '{"a": 2}'}]

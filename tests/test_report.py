@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import report
-from runs import launch
+from runs import ROOT, launch
 from options import health
 
 GAP, ZERO_STD = "sampling/sampling_logp_difference/mean", "frac_reward_zero_std"
@@ -24,6 +24,13 @@ def broken(lines, **settings):
 
 def curve(name, *values):
     return [{"step": step, name: value} for step, value in enumerate(values)]
+
+
+def test_the_guide_lists_all_rules():
+    with open(os.path.join(ROOT, "docs/metrics.md")) as file:
+        _, _, table = file.read().partition("| metric | broken | unless |")
+    table, _, _ = table.partition("\n\n")
+    assert set(re.findall(r"^\| `(\S+)` \|", table, re.M)) == {rule.metric for rule in health.RULES}
 
 
 @pytest.mark.parametrize("metric, healthy, ill, settings", [

@@ -178,6 +178,8 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
         own = torch.tensor(row["raw"], dtype=torch.float64)
         row["adv"], row["return"] = (own - raw.mean()) / raw.std(correction=0), own + row["value"]
 
+    before, returns = (torch.cat([row[name].double() for row in rows]) for name in ("value", "return"))
+
     draw, figures = random.Random("0 2"), []
     orders = [draw.sample(range(16), 16) for _ in range(2)]
     assert orders[0] != orders[1]
@@ -206,6 +208,8 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
         "critic/vf_loss": sum(vf_losses) / 4, "critic/grad_norm": sum(critic_norms) / 4,
         "loss": sum(losses) / 4, "grad_norm": sum(norms) / 4, "entropy": entropy, "clip_ratio/region_mean": clipped,
         "actor/ppo_kl": divergence, "kl": torch.cat([row["kl"] for row in rows]).mean().item(),
+        "critic/vf_explained_var": (1 - (returns - before).var() / returns.var()).item(),
+        "critic/values/mean": before.mean().item(), "critic/returns/mean": returns.mean().item(),
         "critic/advantages/mean": raw.mean().item(), "critic/lr": 1e-3, "learning_rate": 5e-4,
         "critic/advantages/max": max(row["adv"].max().item() for row in rows),
         "critic/advantages/min": min(row["adv"].min().item() for row in rows)}

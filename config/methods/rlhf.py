@@ -1,5 +1,7 @@
 """RLHF of a chat model of about 1 B parameters with a reward model: PPO as in Ouyang et al. 2022
-(https://arxiv.org/abs/2203.02155), 3.5 and C.
+(https://arxiv.org/abs/2203.02155), 3.5 and C. The reward of a token is -0.02 (log π - log π_ref), and that of
+the last token has the score of the reward model as well. In TRL this is PPOTrainer, in verl
+algorithm.adv_estimator=gae with a reward model.
 
     torchrun train_ppo.py config/methods/rlhf.py --model=MODEL --reward_model=REWARD_MODEL \
         --train_file=prompts.jsonl --eval_file=held_out.jsonl

@@ -364,15 +364,27 @@ def test_a_format_of_prompts_and_a_system_message(tmp_path):
         read(write(tmp_path / "rows.jsonl", {"input": "", "answer": "2"}), prompt_format="{input}")
 
 
-def test_a_resumed_run_needs_the_same_format_of_prompts(tmp_path, capsys):
+# docs/reliability.md lists them: what a resumed run may not change, and what it may not if its rollouts are kept.
+STAYS = """model critic_model reference_model task train_prompts train_file eval_file reward reward_model environment tools
+    agent max_prompt_length chat prompt_format system_prompt chat_template chat_template_kwargs seed lora_rank lora_from
+    images best_by prompts_per_step num_generations""".split()
+
+
+@pytest.mark.parametrize("key", STAYS)
+def test_a_resumed_run_needs_the_same(tmp_path, capsys, key):
     (tmp_path / "trainer").mkdir()
-    state = {"step": 1, "settings": {"prompt_format": "{a}"}, "evaluated": {}}
+    # A run without a position holds rollouts of its own, as that of train_async.py.
+    state = {"step": 1, "settings": {"learning_rate": 1, key: "{a}"}, "evaluated": {}}
     (tmp_path / "trainer/state.json").write_text(json.dumps(state))
-    resume = lambda text: run.read_state(str(tmp_path), state, SimpleNamespace(prompt_format=text, max_steps=2), "x.py")
+
+    def resume(value):
+        settings = SimpleNamespace(**{"learning_rate": 2, "max_steps": 2, key: value})
+        return run.read_state(str(tmp_path), state, settings, "x.py")
+
     assert resume("{a}")[0] == state
     with pytest.raises(SystemExit):
         resume("{b}")
-    assert f"prompt_format={{b}}, but {tmp_path} comes from a run with prompt_format={{a}}" in capsys.readouterr().err
+    assert f"{key}={{b}}, but {tmp_path} comes from a run with {key}={{a}}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings, unread", [

@@ -69,6 +69,28 @@ def test_a_resumed_run_with_sgd_is_an_unbroken_one(ranks, folder, reward_file, t
     assert "SGD has written it: use that, or begin with --model=" in said.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", "RMSprop NAdam RAdam Adamax Adagrad Adadelta ASGD Adafactor Rprop".split())
+def test_another_optimizer_moves_sharded_parameters_as_plain_ones(folder, mesh, name):
+    policy = load_policy(folder, mesh, torch.float32)
+    plain = {key: torch.nn.Parameter(p.full_tensor().clone()) for key, p in policy.named_parameters()}
+    sharded, unsharded = (getattr(torch.optim, name)(parameters, lr=0.01)
+                          for parameters in (policy.parameters(), plain.values()))
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for key, parameter in policy.named_parameters():
+            plain[key].grad = torch.randn(parameter.shape, generator=draw)
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().copy_(plain[key].grad)
+        unsharded.step()
+        if name in ("Adafactor", "Rprop"):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                sharded.step()
+            return
+        sharded.step()
+    for key, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), plain[key].data)
+
+
 def test_a_rate_for_adamw_is_refused_with_sgd(tmp_path):
     refused(["--optimizer=sgd"], "learning_rate=0.0001: a default for AdamW, at which optimizer=sgd learns nothing. "
             "Give it its own, as 3 for model=tiny", tmp_path)

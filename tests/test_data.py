@@ -364,7 +364,7 @@ def test_a_format_of_prompts_and_a_system_message(tmp_path):
         read(write(tmp_path / "rows.jsonl", {"input": "", "answer": "2"}), prompt_format="{input}")
 
 
-# docs/reliability.md lists them: what a resumed run may not change, and what it may not if its rollouts are kept.
+# A resumed run may not change these, and the last two only where no position counts the rows that were drawn.
 STAYS = """model critic_model reference_model task train_prompts train_file eval_file reward reward_model environment tools
     agent max_prompt_length chat prompt_format system_prompt chat_template chat_template_kwargs seed lora_rank lora_from
     images best_by prompts_per_step num_generations""".split()
@@ -373,7 +373,6 @@ STAYS = """model critic_model reference_model task train_prompts train_file eval
 @pytest.mark.parametrize("key", STAYS)
 def test_a_resumed_run_needs_the_same(tmp_path, capsys, key):
     (tmp_path / "trainer").mkdir()
-    # A run without a position holds rollouts of its own, as that of train_async.py.
     state = {"step": 1, "settings": {"learning_rate": 1, key: "{a}"}, "evaluated": {}}
     (tmp_path / "trainer/state.json").write_text(json.dumps(state))
 
